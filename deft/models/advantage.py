@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -25,10 +25,10 @@ from deft.models.legacy_weights import keep_reward_normalizer
 from deft.models.mlp import BatchedMLP
 from deft.models.normalization import RewardNormalizer, RunningNormalizer
 from deft.models.policy import SAMPLE, Encoded, Policy
+from deft.models.wrapping import WrappingPolicy
 
 POSITIVE, NEGATIVE, NONE = 1.0, -1.0, 0.0  # values of the indicator; NONE: it is not given
 WORDS = (b" positive", b" negative")  # the indicator in the text of an instruction
-BASE = "base."
 
 
 class ReturnModel(nn.Module):
@@ -49,7 +49,7 @@ class ReturnModel(nn.Module):
         return self.statistics.inverse(self.normalized(observation))
 
 
-class AdvantagePolicy(Policy):
+class AdvantagePolicy(WrappingPolicy):
     """π(a | o, I) by another policy, whose observation has the indicator I ∈ {1, −1, 0 (none)}.
 
     With a stream `instruction` I is the last word of its text, so that weights of a policy without an indicator fit.
@@ -60,11 +60,11 @@ class AdvantagePolicy(Policy):
     def __init__(self, base: Policy, observation_space: gymnasium.Space, config: PolicyConfig) -> None:
         super().__init__()
         assert config.advantage is not None
-        self.policy_config, self.base, self.guidance = config, base, config.advantage.guidance
+        self.wrap(base)
+        self.policy_config, self.guidance = config, config.advantage.guidance
         self.returns = ReturnModel(observation_space, config)
         self.is_continuous, self.has_mean, self.recurrent = base.is_continuous, base.has_mean, base.recurrent
-        self.acts_on_features, self.feature_dim = base.acts_on_features, base.feature_dim
-        self.chunk_length, self.action_dim, self.hidden_sizes = base.chunk_length, base.action_dim, base.hidden_sizes
+        self.acts_on_features = base.acts_on_features
         if isinstance(observation_space, spaces.Dict):
             read = frozenset(observation_space)
             self.streams = read if base.streams is None else (base.streams | read) - {schema.ADVANTAGE}
@@ -140,42 +140,12 @@ class AdvantagePolicy(Policy):
         signs = torch.ones(rows).index_fill_(0, torch.arange(0, rows - rows % 2, 2), NEGATIVE)
         self.base.observe({schema.OBSERVATION: self.conditioned(observation, signs)})
 
-    def freeze_statistics(self) -> None:
-        """Freeze those of the conditioned policy."""
-        self.base.freeze_statistics()
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode of all parts."""
-        super().train(mode)
-        return self
-
     # -- for off-policy, offline and supervised algorithms -------------------------------------------------------------
-
-    @property
-    def center(self) -> Tensor:
-        """Centre of the action range."""
-        return self.base.center
 
     @property
     def reward_scale(self) -> Tensor:  # type: ignore[override]
         """Factor on the rewards of the conditioned policy's V."""
         return self.base.reward_scale
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions in the environment's units as unit actions."""
-        return self.base.to_unit(action)
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Unit actions as actions in the environment's units."""
-        return self.base.from_unit(unit)
-
-    def check_box(self, space: gymnasium.Space) -> None:
-        """Compare the action range with an environment's."""
-        self.base.check_box(space)
-
-    def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
-        """Return how the action range differs from a Box."""
-        return self.base.misfit(space, None if weights is None else _base_weights(weights))
 
     def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
         """Encode observations with the positive indicator."""
@@ -215,10 +185,8 @@ class AdvantagePolicy(Policy):
 
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of such a policy, or those of one without an indicator with a new model of returns."""
-        base = {BASE + name: value for name, value in self.base.complete_weights(_base_weights(weights)).items()}
-        if any(name.startswith(BASE) for name in weights):
-            return base | keep_reward_normalizer(self, {k: v for k, v in weights.items() if not k.startswith(BASE)})
-        return base | {name: value for name, value in self.state_dict().items() if not name.startswith(BASE)}
+        completed, _ = self.with_base_weights(weights)
+        return keep_reward_normalizer(self, completed)
 
 
 def conditioned_space(space: gymnasium.Space, is_vla: bool) -> gymnasium.Space:
@@ -249,8 +217,3 @@ def _with_word(text: Tensor, indicator: Tensor) -> Tensor:
     padded = torch.cat([text, torch.zeros_like(chosen)], -1)
     ends = (text != 0).sum(-1, keepdim=True) + torch.arange(chosen.shape[-1], device=text.device)
     return padded.scatter(-1, ends, chosen)
-
-
-def _base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    inside = {name.removeprefix(BASE): value for name, value in weights.items() if name.startswith(BASE)}
-    return inside or dict(weights)

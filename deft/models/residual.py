@@ -27,12 +27,12 @@ from deft.models.legacy_weights import keep_reward_normalizer
 from deft.models.mlp import BatchedMLP
 from deft.models.normalization import RewardNormalizer
 from deft.models.policy import SAMPLE, Encoded, Policy
+from deft.models.wrapping import WrappingPolicy
 
 log = logging.getLogger(__name__)
-BASE = "base."  # prefix of the weights of the frozen policy
 
 
-class ResidualPolicy(Policy):
+class ResidualPolicy(WrappingPolicy):
     """u = clip(b + s · m · r, −1, 1) in unit actions, with r = tanh(x), x ~ N(μ(z, b), σ(z, b)²).
 
     b is the most likely action of the frozen policy, s the bound of the correction (`residual.scale`), and z the
@@ -44,7 +44,7 @@ class ResidualPolicy(Policy):
     nothing random was chosen there, and PPO's ratio is 1. Critics read z and u.
     """
 
-    is_continuous = has_mean = True
+    has_mean = True
     probability: Tensor
     reward_scale: Tensor
 
@@ -54,10 +54,10 @@ class ResidualPolicy(Policy):
         super().__init__()
         assert config.residual is not None
         _check(base, action_space)
+        self.wrap(base.requires_grad_(False).eval())
         self.policy_config, self.settings = config, config.residual
-        self.base = base.requires_grad_(False).eval()
         self.hidden_sizes = tuple(self.settings.hidden_sizes)
-        self.chunk_length, self.action_dim = base.chunk_length, base.center.numel()  # K · A of chunks
+        self.action_dim = base.center.numel()  # K · A of chunks
         public = self._add_critic(observation_space, config)
         assert public is not None
         self.encoder: ObservationEncoder | None = None if base.acts_on_features else make_encoder(public, config)
@@ -140,36 +140,11 @@ class ResidualPolicy(Policy):
         if self.encoder is not None:
             self.encoder.observe(td[schema.OBSERVATION])
 
-    def freeze_statistics(self) -> None:
-        """Freeze those of the frozen policy."""
-        self.base.freeze_statistics()
-
     def set_precision(self, dtype: torch.dtype) -> None:
         """Compute most of the forward pass of the frozen policy in `dtype`."""
         self.base.set_precision(dtype)
 
     # -- for off-policy, offline and supervised algorithms -------------------------------------------------------------
-
-    @property
-    def center(self) -> Tensor:
-        """Centre of the action range."""
-        return self.base.center
-
-    def to_unit(self, action: Tensor) -> Tensor:
-        """Actions in the environment's units as unit actions of the frozen policy."""
-        return self.base.to_unit(action)
-
-    def from_unit(self, unit: Tensor) -> Tensor:
-        """Unit actions as actions in the environment's units."""
-        return self.base.from_unit(unit)
-
-    def check_box(self, space: gymnasium.Space) -> None:
-        """Compare the action range of the frozen policy with an environment's."""
-        self.base.check_box(space)
-
-    def misfit(self, space: gymnasium.Space, weights: Mapping[str, Tensor] | None = None) -> tuple[str, float] | None:
-        """Return how the action range differs from a Box."""
-        return self.base.misfit(space, None if weights is None else _base_weights(weights))
 
     def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
         """Features [1, B, F] and the action of the frozen policy [1, B, A]."""
@@ -224,12 +199,11 @@ class ResidualPolicy(Policy):
 
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of a residual policy, or those of a policy to freeze with the residual's own."""
-        base = {BASE + name: value for name, value in self.base.complete_weights(_base_weights(weights)).items()}
-        if any(name.startswith(BASE) for name in weights):
-            rest = {name: value for name, value in weights.items() if not name.startswith(BASE)}
-            return base | keep_reward_normalizer(self, self._keep_critic(rest))
+        completed, is_alone = self.with_base_weights(weights)
+        if not is_alone:
+            return keep_reward_normalizer(self, self._keep_critic(completed))
         log.info("the policy is frozen; its residual starts at 0")
-        return base | {name: value for name, value in self.state_dict().items() if not name.startswith(BASE)}
+        return completed
 
     # -- networks ------------------------------------------------------------------------------------------------------
 
@@ -275,12 +249,6 @@ class ResidualPolicy(Policy):
         if dims is None:
             return gaussian_log_prob(noise, log_std) - slopes.sum(-1)
         return ((-0.5 * noise.square() - log_std - HALF_LOG_2PI - slopes) * dims).sum(-1)
-
-
-def _base_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the frozen policy: those of a residual policy, or all of another one."""
-    inside = {name.removeprefix(BASE): value for name, value in weights.items() if name.startswith(BASE)}
-    return inside or dict(weights)
 
 
 def _names(space: gymnasium.Space) -> frozenset[str] | None:

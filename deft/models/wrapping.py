@@ -1,4 +1,7 @@
-"""A policy around another one, in whose action range it acts: the base of `NoisePolicy` and `QFlowPolicy`."""
+"""A policy around another one, in whose action range it acts.
+
+The base of `ResidualPolicy`, `AdvantagePolicy`, `NoisePolicy` and `QFlowPolicy`.
+"""
 
 from __future__ import annotations
 

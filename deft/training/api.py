@@ -103,7 +103,7 @@ class OnlineTrainer(_PolicyTrainer):
         trust.name(env)
         env_id = env if isinstance(env, str) else _id_of(env)
         if config is None:
-            config = RLConfig(algorithm=self.algorithm_name)
+            config = self._default_config()
         run_config = config.to_run_config(env_id) if isinstance(config, RLConfig) else config
         if isinstance(config, RunConfig) and env_id is not None:
             run_config = replace(run_config, **{"env.id": env_id})
@@ -115,6 +115,11 @@ class OnlineTrainer(_PolicyTrainer):
             raise InputError(f"critics: give the trainer that trained the policy, not {type(critics).__name__}")
         state = None if critics is None else critics.algorithm.state_dict()
         self._trainer = build_trainer(run_config, given, policy, eval_env, state)
+
+    @classmethod
+    def _default_config(cls) -> RLConfig | RunConfig:
+        """Return the settings of a trainer without a config."""
+        return RLConfig(algorithm=cls.algorithm_name)
 
     @staticmethod
     def _environments(env: Any, config: RunConfig) -> Any:
@@ -181,6 +186,27 @@ class FQLOnlineTrainer(OnlineTrainer):
     """Flow Q-learning and Q-chunking in an environment."""
 
     algorithm_name = "fql-online"
+
+
+class _RoundsTrainer(OnlineTrainer):
+    """Trains in rounds; its `config` is what `deft.config.loading.resolve` returns for a mapping of settings."""
+
+    @classmethod
+    def _default_config(cls) -> RunConfig:
+        config: RunConfig = resolve({"algorithm": {"name": cls.algorithm_name}})
+        return config
+
+
+class DAggerTrainer(_RoundsTrainer):
+    """DAgger: imitation of an environment's scripted expert on the states that the policy visits."""
+
+    algorithm_name = "dagger"
+
+
+class RecapTrainer(_RoundsTrainer):
+    """RECAP: imitation conditioned on whether an action was an improvement."""
+
+    algorithm_name = "recap"
 
 
 class OfflineRLTrainer(_PolicyTrainer):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from deft import load_dataset, load_policy
+from deft import DAggerTrainer, load_dataset, load_policy
 from deft.algorithms.dagger import DAgger
 from deft.config.algorithm_settings import DAggerSettings
+from deft.config.loading import resolve
 from deft.runs.checkpoint import load_tensors
 from deft.runs.policies import checkpoint_folder
 
@@ -90,6 +91,23 @@ def test_training_on_equals_training_twice(deft, tmp_path, chunk):
         assert torch.equal(value, twice[name]), name
     one, two = (load_dataset(tmp_path / name / "labels-v0") for name in ("whole", "half"))
     assert one.fingerprint() == two.fingerprint()
+
+
+def test_it_trains_from_python(tmp_path):
+    settings = {"hidden_dim": 16}
+    trainer = {"total_timesteps": 32, "rollout_steps": 8, "eval_freq": 0, "save_freq": 0}
+    config = resolve(
+        {
+            "algorithm": {"name": "dagger", "cfg": {"updates_per_round": 2, "record": False}},
+            "policy": settings,
+            "trainer": trainer,
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    one = DAggerTrainer(env=Line(), config=config)
+    assert one.train()["timesteps"] == 32
+    assert one.trainer.algorithm.version == 4 * 2  # rounds of 8 steps, two updates each
+    one.close()
 
 
 def test_the_expert_acts_less_and_less():
