@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from deft.config.algorithm_settings import DTSettings
 from deft.config.deployment_settings import ServeConfig
 from deft.config.settings import PolicyConfig
 from deft.deployment.server import PolicyServer, listen
 from deft.envs.layout import ObservationLayout
 from deft.evaluation.loaded_policy import LoadedPolicy
 from deft.models.actor_critic import ActorCritic
+from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.vla.policy import VLAPolicy
 from deft.models.vla.tiny import TinyVLAModel
 from deft.runs.policy_spaces import PolicySpaces
@@ -41,6 +43,17 @@ def network(action=BOX, observation=VECTOR, **settings) -> LoadedPolicy:
         for parameter in policy.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     return LoadedPolicy(policy, PolicySpaces(observation, action))
+
+
+def decision_transformer() -> LoadedPolicy:
+    """A Decision Transformer, which reads the reward of its last action."""
+    torch.manual_seed(0)
+    policy = DecisionTransformerPolicy(VECTOR, BOX, DTSettings(context_length=3, embed_dim=16, n_layer=1, n_head=1))
+    policy.target_return.fill_(5.0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return LoadedPolicy(policy, PolicySpaces(VECTOR, BOX))
 
 
 def tiny(chunk_length=CHUNK, **changes) -> LoadedPolicy:

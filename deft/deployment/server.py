@@ -65,12 +65,13 @@ def serve(config: ServeConfig) -> Mapping[str, Any]:
                 "no encryption: prefer 127.0.0.1 with `ssh -L`",
                 config.host,
             )
-        print(
-            f"serving {config.path} at ws://{_url_host(host)}:{port}/act (mode {config.mode}); "
-            f"http://{_url_host(host)}:{port}/schema describes the messages. Ctrl-C ends it.",
-            flush=True,
-        )
-        server.run(listener)
+        with _stop_signals(server.stop):
+            print(
+                f"serving {config.path} at ws://{_url_host(host)}:{port}/act (mode {config.mode}); "
+                f"http://{_url_host(host)}:{port}/schema describes the messages. Ctrl-C ends it.",
+                flush=True,
+            )
+            server.run(listener)
         print(f"served {server.latencies.line()}", flush=True)
         return {"port": port, **server.latencies.summary()}
     finally:
@@ -125,7 +126,6 @@ class PolicyServer:
         self.policy, self.config = policy, config
         self.latencies = Latencies()
         self.num_clients = 0
-        self._server: Any = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="policy")
         self.schema = describe(policy) | {
             "mode": config.mode,
@@ -134,6 +134,7 @@ class PolicyServer:
         }
         self._session(config.mode)  # an error for settings that do not fit the policy
         self.app = self._make_app()
+        self._server = self._make_server()
 
     @property
     def max_bytes(self) -> int:
@@ -150,41 +151,23 @@ class PolicyServer:
         torch.manual_seed(self.config.seed)
 
     def run(self, listener: socket.socket) -> None:
-        """Answer messages until SIGINT or SIGTERM; a message that is being answered is finished."""
-        import uvicorn
-
-        self._server = server = uvicorn.Server(
-            uvicorn.Config(
-                self.app,
-                log_config=None,
-                log_level="critical",
-                access_log=False,
-                server_header=False,
-                lifespan="on",
-                ws="websockets-sansio",
-                ws_max_size=self.max_bytes,
-                ws_per_message_deflate=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=5,
-            )
-        )
+        """Answer messages until SIGINT, SIGTERM or `stop`; an action that is being computed is finished."""
         try:
-            with _quiet_signals():  # uvicorn stops at the signals, and sends them again at its end
-                server.run(sockets=[listener])
+            self._server.run(sockets=[listener])
         finally:
             self._thread.shutdown(wait=True, cancel_futures=True)
-        if not server.started:
+        if not self._server.started:
             raise RunError("deft serve: the server did not start")
 
     @property
     def is_running(self) -> bool:
         """Whether the server has started."""
-        return self._server is not None and self._server.started
+        started: bool = self._server.started
+        return started
 
     def stop(self) -> None:
-        """End `run` from another thread."""
-        if self._server is not None:
-            self._server.should_exit = True
+        """End `run`, from another thread or a signal handler."""
+        self._server.should_exit = True
 
     # -- acting --------------------------------------------------------------------------------------------------------
 
@@ -232,6 +215,25 @@ class PolicyServer:
         return content, True
 
     # -- HTTP and WebSocket --------------------------------------------------------------------------------------------
+
+    def _make_server(self) -> Any:
+        import uvicorn
+
+        return uvicorn.Server(
+            uvicorn.Config(
+                self.app,
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                ws="websockets-sansio",
+                ws_max_size=self.max_bytes,
+                ws_per_message_deflate=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=5,
+            )
+        )
 
     def _make_app(self) -> Any:
         from starlette.applications import Starlette
@@ -353,12 +355,12 @@ def _blank(space: spaces.Space) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """Ignore the stop signals that arrive outside of the server's loop; they are handled inside."""
+def _stop_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at a stop signal. A running uvicorn handles the signals itself, and sends them again at its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, lambda *_: None) for number in STOPPING}
+    previous = {number: signal.signal(number, lambda *_: stop()) for number in STOPPING}
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from served_policies import BOX, network, scene, tiny, vector
+from served_policies import BOX, decision_transformer, network, scene, tiny, vector
 
 from deft import cli, load_policy
 from deft.deployment import export as module
@@ -101,6 +101,8 @@ def test_a_program_that_differs_is_not_written():
 def test_policies_that_sample_are_rejected():
     with pytest.raises(InputError, match="acts by sampled noise, and a program has no random numbers"):
         trace(tiny(head="flow"))
+    with pytest.raises(InputError, match="reads rewards and keeps a history"):
+        trace(decision_transformer())
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from served_policies import CHUNK, network, scene, served, tiny, vector
+from served_policies import CHUNK, decision_transformer, network, scene, served, tiny, vector
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from deft import cli, load_policy
 from deft.client import PolicyClient, PolicyError, encode
+from deft.config.deployment_settings import ServeConfig
 from deft.deployment import server as server_module
 from deft.errors import InputError
 from deft.evaluation.loaded_policy import LoadedPolicy
@@ -77,6 +78,19 @@ def test_an_answer_is_the_action_of_the_policy_bit_for_bit(name):
                 action = client.get_action(observe(step))
                 assert (action.dtype, action.shape) == (wanted.dtype, wanted.shape)
                 assert action.tobytes() == wanted.tobytes(), step
+
+
+def test_a_decision_transformer_reads_rewards_and_keeps_its_history():
+    policy = decision_transformer()
+    with served(decision_transformer()) as (_, port), PolicyClient(address(port)) as client:
+        for reward in (1.0, 4.0):  # two episodes that differ in their rewards
+            client.reset()
+            policy.reset()
+            wanted = [policy.get_action(vector(step), reward if step else None) for step in range(5)]
+            for step, action in enumerate(wanted):
+                assert client.get_action(vector(step), reward if step else None).tobytes() == action.tobytes()
+        with pytest.raises(PolicyError, match="needs the reward"):
+            client.get_action(vector(5))
 
 
 def test_two_clients_have_memories_of_their_own():
@@ -377,6 +391,16 @@ def test_the_command_serves_a_run_and_ends_cleanly_at_a_signal(trained, number):
     results = json.loads(output.splitlines()[-1])
     assert results["messages"] >= 1
     assert results["p99_ms"] > 0
+
+
+def test_a_stop_before_the_first_message_is_not_lost():
+    server = server_module.PolicyServer(network(), ServeConfig(path="-"))
+    with server_module._stop_signals(server.stop):
+        signal.raise_signal(signal.SIGTERM)  # between the address that is printed and the server's own handlers
+    thread = threading.Thread(target=server.run, args=(server_module.listen("127.0.0.1", 0),), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
