@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from deft import VLAPolicy, load_vla_model, schema
-from deft.models.vla import act
+from deft.models.vla import act, pi05, smolvla
 from deft.schema import encode_text
 
 SIZE, STATE, ACTIONS = 32, 5, 3
@@ -28,6 +28,27 @@ REACH: dict[str, Any] = {
 ACT: dict[str, Any] = {
     "chunk_size": 4, "dim_model": 32, "n_heads": 4, "dim_feedforward": 48, "n_encoder_layers": 1,
     "n_vae_encoder_layers": 1, "latent_dim": 4, "kl_weight": 1.0,
+}  # fmt: skip
+ATTENTION = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+FLOW: dict[str, Any] = {"chunk_size": 4, "max_state_dim": 10, "max_action_dim": 6}
+SMOLVLA: dict[str, Any] = FLOW | {
+    "num_steps": 3, "resize_imgs_with_padding": [32, 32], "train_expert_only": False, "freeze_vision_encoder": False,
+    "num_vlm_layers": 2, "vlm_config": {
+        "text_config": {
+            "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "vocab_size": 300, **ATTENTION,
+            "num_hidden_layers": 3,
+        },
+        "vision_config": {"model_type": "smolvlm_vision", "patch_size": 8, "image_size": 32, **VISION},
+        "scale_factor": 2, "image_token_id": 299,
+    },
+}  # fmt: skip
+PI05: dict[str, Any] = FLOW | {
+    "num_inference_steps": 3, "image_resolution": [28, 28], "vlm_config": {
+        "vocab_size": 300, "vision_config": VISION,
+        "text_config": {"hidden_size": 32, "intermediate_size": 48, **ATTENTION, "num_hidden_layers": 1},
+        "expert_config": {"hidden_size": 24, "intermediate_size": 64, **ATTENTION, "num_hidden_layers": 1},
+    },
 }  # fmt: skip
 TEXTS = ("pick up the red cube", "push the blue cylinder", "go")
 
@@ -65,7 +86,12 @@ def statistics(streams: dict[str, Any] = STREAMS, seed: int = 3) -> dict[str, di
         name: (3, 1, 1) if one["type"] == "VISUAL" else tuple(one["shape"]) for name, one in features(streams).items()
     }
     return {
-        name: {"mean": torch.randn(shape, generator=random) * 0.1, "std": torch.rand(shape, generator=random) + 0.5}
+        name: {
+            "mean": torch.randn(shape, generator=random) * 0.1,
+            "std": torch.rand(shape, generator=random) + 0.5,
+            "q01": torch.rand(shape, generator=random) - 2.5,
+            "q99": torch.rand(shape, generator=random) + 1.5,
+        }
         for name, shape in (shapes | {"action": (streams["action_dim"],)}).items()
     }
 
@@ -99,9 +125,38 @@ def act_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
     return write_folder(path, "act", ACT, act.to_published(model.backbone.state_dict()), streams)
 
 
-MODES = {"act": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")}
-FOLDERS = {"act": act_folder}
-SETTINGS: dict[str, dict[str, Any]] = {"act": {}}
+def smolvla_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
+    """A tiny SmolVLA with new weights, and the head of words that LeRobot saves too."""
+    torch.manual_seed(0)
+    model: Any = load_vla_model(None, "smolvla", streams | SETTINGS["smolvla"] | {"architecture": SMOLVLA})
+    weights = smolvla.to_published(model.backbone.state_dict()) | {smolvla.HEAD: torch.zeros(300, 32)}
+    return write_folder(path, "smolvla", SMOLVLA, weights, streams)
+
+
+def pi05_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
+    """A tiny π0.5 whose norms depend on time, and the heads of words that LeRobot saves too."""
+    torch.manual_seed(0)
+    model: Any = load_vla_model(None, "pi05", streams | SETTINGS["pi05"] | {"architecture": PI05})
+    for module in model.modules():
+        if isinstance(module, pi05.AdaptiveNorm):
+            torch.nn.init.normal_(module.dense.weight, std=0.1)
+            module.dense.bias.data = torch.tensor([0.0, 0.0, 1.0]).repeat_interleave(24)  # scale, shift, gate
+    weights = pi05.to_published(model.backbone.state_dict())
+    heads = {pi05.HEAD: weights.pop(pi05.EMBEDDING), pi05.EXPERT_HEAD: torch.zeros(300, 24)}
+    return write_folder(path, "pi05", PI05, weights | heads, streams)
+
+
+MODES = {
+    "act": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"),
+    "smolvla": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
+    "pi05": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
+}
+FOLDERS = {"act": act_folder, "smolvla": smolvla_folder, "pi05": pi05_folder}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "act": {},
+    "smolvla": {"tokenizer": "bytes"},
+    "pi05": {"tokenizer": "bytes", "prompt_length": 96},
+}
 """Further `model_config` of each model."""
 
 

@@ -79,7 +79,7 @@ class ACTVLA(PretrainedVLA, GaussianVLA):
             raise InputError(f"chunk_length {spec.chunk_length} is more than this ACT has: {self.config['chunk_size']}")
         cameras = match_cameras(spec.image_keys, list(folder.cameras), spec.cameras)
         self.images = CameraImages(folder, cameras)
-        self.image_keys, self.instruction_key = tuple(cameras), None
+        self.image_keys, self.instruction_key = self.images.image_keys, None
         if folder.state_dim is None:
             self.proprio_key = None
         known = given_statistics(spec)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft.errors import InputError
+from deft.models.vla.experts import resize_with_padding
 from deft.models.vla.loading import check_fit, read_weights
 from deft.models.vla.pretrained import read_json, read_statistics
 from deft.models.vla.spec import FolderSpec, ProprioSpec
@@ -226,20 +227,35 @@ def match_cameras(
 
 
 class CameraImages(nn.Module):
-    """Images of the cameras of a policy: floats in [0, 1], in the size of the policy, normalised by its statistics.
+    """Images of the cameras of a policy: floats in [0, 1], normalised by its statistics, in the size of the policy.
 
-    A new policy has no size of its own, and the statistics of ImageNet.
+    With `padded` (height, width) they are resized with their aspect ratio and padded with zeros, `centered` or at the
+    left and the top; otherwise they are scaled to the size in the config. A new policy has no size of its own, and
+    without `padded` the statistics of ImageNet.
     """
 
-    def __init__(self, folder: LeRobotFolder, cameras: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folder: LeRobotFolder,
+        cameras: Mapping[str, str],
+        padded: tuple[int, int] | None = None,
+        centered: bool = False,
+    ) -> None:
         super().__init__()
+        self.padded, self.centered = padded, centered
         self.streams = {name: key for key, name in cameras.items()}
-        self.sizes = {name: feature.shape[1:] for name, feature in folder.cameras.items()}
+        self.sizes = {name: one.shape[1:] for name, one in folder.cameras.items() if name in self.streams}
         for index, name in enumerate(self.sizes):
-            known = folder.mean_and_deviation(name) if folder.path is not None else IMAGENET
+            new = IMAGENET if padded is None else None
+            known = folder.mean_and_deviation(name) if folder.path is not None else new
             for statistic, otherwise in (("mean", 0.0), ("std", 1.0)):
                 values = torch.full((3,), otherwise) if known is None else known[statistic]
                 self.register_buffer(f"{statistic}{index}", values.view(3, 1, 1), persistent=False)
+
+    @property
+    def image_keys(self) -> tuple[str, ...]:
+        """The streams of the cameras, in the order of the policy."""
+        return tuple(self.streams[name] for name in self.sizes)
 
     def forward(self, observations: TensorDictBase) -> list[Tensor]:
         """float32 [B, 3, h, w] of each camera, in the order of the policy."""
@@ -248,9 +264,10 @@ class CameraImages(nn.Module):
     def _camera(self, observations: TensorDictBase, index: int, name: str) -> Tensor:
         key = self.streams[name]
         pixels = check_images(read_stream(observations, key), key).float() / 255.0
-        if self.sizes[name] and pixels.shape[2:] != self.sizes[name]:
+        if self.padded is None and self.sizes[name] and pixels.shape[2:] != self.sizes[name]:
             pixels = functional.interpolate(pixels, self.sizes[name], mode="bilinear", antialias=True)
-        return (pixels - self.get_buffer(f"mean{index}")) / self.get_buffer(f"std{index}")
+        pixels = (pixels - self.get_buffer(f"mean{index}")) / self.get_buffer(f"std{index}")
+        return pixels if self.padded is None else resize_with_padding(pixels, self.padded, self.centered)
 
 
 def check_dims(folder: LeRobotFolder, spec: LeRobotFolderSpec) -> None:
@@ -279,16 +296,18 @@ def load_published(
     folder: LeRobotFolder,
     to_published: Callable[[Weights], dict[str, Tensor]],
     from_published: Callable[[Weights], dict[str, Tensor]],
+    clean: Callable[[Weights], dict[str, Tensor]] = dict,
 ) -> None:
     """Load `model.safetensors` into `module`, whose names the two functions convert to LeRobot's and back.
 
-    Keys and shapes must be those of LeRobot's policy.
+    Keys and shapes must be those of LeRobot's policy, after `clean` has removed weights that are never used.
     """
     assert folder.path is not None
     path = folder.path / WEIGHTS
     if not path.is_file():
         raise InputError(f"{folder.path}: there is no {WEIGHTS} in it")
     weights = {key: value for key, value in read_weights(path).items() if not key.startswith(OLD_NORMALIZERS)}
+    weights = clean(weights)
     check_fit(to_published(module.state_dict()), weights, path, f"a LeRobot policy of type {folder.config['type']!r}")
     module.load_state_dict(from_published(weights))
 

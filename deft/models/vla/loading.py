@@ -41,6 +41,8 @@ OWN_MODELS = {
     "openvla": "deft.models.vla.openvla.TokenVLA",
     "lerobot": "deft.models.vla.lerobot.LeRobotVLA",
     "act": "deft.models.vla.act.ACTVLA",
+    "smolvla": "deft.models.vla.smolvla.SmolVLA",
+    "pi05": "deft.models.vla.pi05.Pi05VLA",
 }
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt")
@@ -69,8 +71,8 @@ def load_vla_model(
 
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
-    the model's; None keeps new weights and logs a warning. Adapters of pretrained models
-    (`pi0`, `vlm`, `openvla`, `lerobot`, `act`) take a local folder in its place, with config, weights and tokenizer;
+    the model's; None keeps new weights and logs a warning. Adapters of pretrained models (`pi0`, `vlm`, `openvla`,
+    `lerobot`, `act`, `smolvla`, `pi05`) take a local folder in its place, with config, weights and tokenizer;
     `trust_remote_code` allows code in that folder to run.
     """
     if isinstance(model_class, str):

@@ -206,12 +206,23 @@ class ImagePreprocessor(nn.Module):
 
 
 class InstructionTokenizer:
-    """Tokenize instructions, with a cache: rows of bytes → ids [B, length] and the mask of real tokens, bool."""
+    """Tokenize instructions, with a cache: rows of bytes → ids [B, length] and the mask of real tokens, bool.
 
-    def __init__(self, folder: str | None, tokenizer: str | None, prompt: str, length: int, vocabulary: int) -> None:
+    A text begins with the token of the beginning, if there is one; with `own_begin` only if the tokenizer adds it.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        tokenizer: str | None,
+        prompt: str,
+        length: int,
+        vocabulary: int,
+        own_begin: bool = False,
+    ) -> None:
         if "{instruction}" not in prompt:
             raise InputError(f"prompt {prompt!r} must contain {{instruction}}")
-        self.prompt, self.length = prompt, length
+        self.prompt, self.length, self.own_begin = prompt, length, own_begin
         self._known: dict[bytes, tuple[list[int], int]] = {}
         self._tokenizer: Any = None
         if tokenizer == BYTES:
@@ -229,8 +240,12 @@ class InstructionTokenizer:
     def __call__(self, texts: Tensor | None, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Token ids [B, length], padded at the end, and the mask of real tokens; no `texts` are empty instructions."""
         rows = [b""] * batch if texts is None else [row.tobytes().rstrip(b"\0") for row in texts.cpu().numpy()]
-        ids = np.zeros((batch, self.length), np.int64)
-        counts = np.zeros((batch, 1), np.int64)
+        return self.rows(rows, device)
+
+    def rows(self, rows: Sequence[bytes], device: torch.device) -> tuple[Tensor, Tensor]:
+        """As a call, with one text per row."""
+        ids = np.zeros((len(rows), self.length), np.int64)
+        counts = np.zeros((len(rows), 1), np.int64)
         for index, row in enumerate(rows):
             tokens, counts[index] = self._tokens(row)
             ids[index] = tokens
@@ -244,6 +259,8 @@ class InstructionTokenizer:
         text = self.prompt.format(instruction=row.decode(errors="replace"))
         if self._tokenizer is None:
             tokens = [1 + byte for byte in text.encode()]
+        elif self.own_begin:
+            tokens = self._tokenizer(text)["input_ids"]
         else:
             begin = self._tokenizer.bos_token_id
             tokens = ([] if begin is None else [begin]) + self._tokenizer(text, add_special_tokens=False)["input_ids"]

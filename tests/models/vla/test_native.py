@@ -16,6 +16,9 @@ from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
 from deft.models.vla.loading import save_vla_model
 
+# Steps and learning rate of a short fit, and the error that it reaches; π0.5 reads the state as words, and is slower.
+LEARNING = {"act": (40, 3e-3, 0.2), "smolvla": (60, 1e-2, 0.2), "pi05": (80, 2e-2, 0.3)}
+
 
 @pytest.fixture(scope="module", params=list(FOLDERS))
 def name(request: pytest.FixtureRequest) -> str:
@@ -55,6 +58,17 @@ def test_every_stream_that_the_model_names_is_read(model: Any) -> None:
         assert bool((change > 1e-6).all()), key
 
 
+def test_the_same_noise_leads_to_the_same_action(model: Any) -> None:
+    if not model.starts_from_noise:
+        pytest.skip("no flow")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        action = model(observations(), deterministic=True)
+        torch.manual_seed(0)
+        found = model.denoise(observations(), torch.randn(3, *model.noise_shape))
+    torch.testing.assert_close(found, action)
+
+
 def test_padded_dims_enter_nothing(model: Any) -> None:
     policy, td = acted(model)
     td[schema.ACTION_MASK] = torch.tensor([True, True, False]).expand(3, -1)
@@ -68,22 +82,27 @@ def test_padded_dims_enter_nothing(model: Any) -> None:
 
 
 def test_imitation_overfits_8_samples(name: str, folder: Path) -> None:
+    steps, learning_rate, reached = LEARNING[name]
     learner = load(name, folder, freeze_vision=True)
     seen = observations(8)
     actions = 0.5 * torch.randn(8, 2, 3, generator=torch.Generator().manual_seed(5))
-    optimizer = torch.optim.Adam([p for p in learner.parameters() if p.requires_grad], 3e-3)
+    copies = 4 if learner.starts_from_noise else 1  # several times of the flow for each sample
+    many, targets = torch.cat([seen] * copies), actions.repeat(copies, 1, 1)
+    optimizer = torch.optim.Adam([p for p in learner.parameters() if p.requires_grad], learning_rate)
 
     def error() -> float:
         with torch.no_grad():
             return float((learner(seen, deterministic=True) - actions).abs().mean())
 
+    torch.manual_seed(0)
     before = error()
-    for _ in range(40):
+    for _ in range(steps):
         optimizer.zero_grad()
-        learner.imitation_loss(seen, actions).mean().backward()
+        learner.imitation_loss(many, targets).mean().backward()
         optimizer.step()
-    # Eight different chunks of absolute mean 0.4: a constant cannot be nearer than about 0.37 on average.
-    assert error() < 0.2 < 0.3 < before
+    # Eight different chunks of absolute mean 0.4: the best constant is 0.34 away.
+    assert float((actions - actions.median(0).values).abs().mean()) > 0.34
+    assert error() < reached < before
 
 
 def test_steps_after_the_end_of_an_episode_are_not_learned(model: Any) -> None:
@@ -179,7 +198,7 @@ def test_a_folder_of_another_policy_is_rejected(name: str, folder: Path, tmp_pat
     with pytest.raises(InputError, match=r"observation.state has 5 dims, and 'state' of the environment has 6"):
         load(name, folder, proprio_dim=6)
     with pytest.raises(InputError, match=r"do not include observation.images.wrist_rgb"):
-        load(name, folder, cameras={"head_rgb": "observation.images.head_rgb"})
+        load(name, folder, image_keys=["head_rgb"])
     with pytest.raises(InputError, match="chunk_length 9 is more than this"):
         load(name, folder, chunk_length=9)
 
