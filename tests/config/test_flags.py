@@ -56,8 +56,8 @@ def test_switches_and_lists_differ_from_plain_values() -> None:
     assert [flags[name].is_switch for name in ("compile", "use_wandb", "seed")] == [True, True, False]
     assert [flags[name].takes_several for name in ("hidden_sizes", "env_kwargs", "seed")] == [True, True, False]
     assert [flag.name for flag in class_flags(EvaluateConfig)] == [
-        "path", "suite", "policy", "video", "videos", "split", "shuffle_instructions", "random_policy", "env", "task",
-        "rename_streams", "deterministic", "episodes", "seed", "device", "env_kwargs",
+        "path", "suite", "policy", "video", "videos", "split", "shuffle_instructions", "random_policy", "vector",
+        "env", "task", "rename_streams", "deterministic", "episodes", "seed", "device", "env_kwargs",
     ]  # fmt: skip
 
 
