@@ -17,7 +17,14 @@ from torch import Tensor
 from deft import schema
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Groups
-from deft.algorithms.policy_gradient import Epochs, PolicyGradient, approximate_kl, cut_sequences, use_precision
+from deft.algorithms.policy_gradient import (
+    OLD_LOG_PROB,
+    Epochs,
+    PolicyGradient,
+    approximate_kl,
+    cut_sequences,
+    use_precision,
+)
 from deft.algorithms.returns import discounted_sum
 from deft.config.algorithm_settings import GRPOSettings
 from deft.errors import InputError
@@ -27,7 +34,6 @@ from deft.models.targets import frozen_copy, soft_update
 
 log = logging.getLogger(__name__)
 REFERENCE_LOG_PROB = "reference_log_prob"
-OLD_LOG_PROB = "old_log_prob"  # [B], or [B, tokens]: what the ratios divide by
 EPSILON = 1e-8
 SMALLEST_SPREAD = 1e-6  # standard deviations below this, beside the size of the returns, are rounding
 LARGEST_LOG_RATIO = 20.0  # to the reference; beyond it exp() would be all of the loss
@@ -46,7 +52,6 @@ class GRPO(PolicyGradient):
     def __init__(self, policy: Policy, settings: GRPOSettings | None = None, seed: int = 0) -> None:
         settings = settings or GRPOSettings()
         freeze_statistics(policy)
-        self._log_prob = "token_log_prob" if settings.ratio == "token" else "log_prob"
         policy.reports_tokens = settings.ratio == "token"  # and so does the reference, a copy of it
         use_precision(policy, settings.precision)
         self.reference: Policy | None = frozen_copy(policy) if settings.kl_coef else None
@@ -202,12 +207,7 @@ class GRPO(PolicyGradient):
         size, device = self._minibatch_size(steps), steps[schema.LOG_PROB].device
         order = torch.arange(steps.batch_size[-1], device=device)
         scored = [policy.evaluate_actions(part) for part in self._minibatches(steps, order, size)]
-        if self._log_prob not in scored[0]:
-            raise InputError(
-                f"ratio: 'token' needs a policy that reports token_log_prob; {type(policy).__name__} does not here: "
-                "use ratio 'step'"
-            )
-        return torch.cat([part[self._log_prob] for part in scored], steps.batch_dims - 1).to(device)
+        return torch.cat([self._ratio_log_prob(part) for part in scored], steps.batch_dims - 1).to(device)
 
     def _minibatch_size(self, steps: TensorDict) -> int:
         return max(1, self.settings.batch_size // (steps.batch_size[0] if self.policy.recurrent else 1))
@@ -261,7 +261,7 @@ class GRPO(PolicyGradient):
     def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
         """The loss of a minibatch, and its parts; log-probs are [B], or [B, tokens] with token ratios."""
         settings, mask, advantage = self.settings, minibatch[schema.STEP_MASK], minibatch[schema.ADVANTAGE]
-        log_prob, old = scored[self._log_prob].float(), minibatch[OLD_LOG_PROB]
+        log_prob, old = self._ratio_log_prob(scored).float(), minibatch[OLD_LOG_PROB]
         weight = mask.float() / mask.sum()
         entropy = (weight * scored["entropy"]).sum()
         if settings.ratio == "token":  # every token has its step's advantage

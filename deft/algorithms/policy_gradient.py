@@ -20,6 +20,8 @@ from deft.errors import InputError, RunError, Stopped
 from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
 from deft.models.policy import Policy
 
+OLD_LOG_PROB = "old_log_prob"  # [B], or [B, tokens]: what the ratios divide by
+
 
 @dataclass
 class Epochs:
@@ -123,6 +125,7 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, policy: Policy, settings: PPOSettings | GRPOSettings, seed: int = 0) -> None:
         self.policy, self.settings = policy, settings
+        policy.reports_tokens = settings.ratio == "token"
         self.device = next(policy.parameters()).device
         freeze_statistics(policy)
         use_precision(policy, settings.precision)
@@ -217,6 +220,17 @@ class PolicyGradient(Algorithm):
 
     def _scored(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
         return self.policy.evaluate_actions(minibatch)
+
+    def _ratio_log_prob(self, scored: dict[str, Tensor]) -> Tensor:
+        """The log-probs that ratios are computed from: [B], or [B, tokens] with token ratios."""
+        if self.settings.ratio == "step":
+            return scored["log_prob"]
+        if "token_log_prob" not in scored:
+            raise InputError(
+                f"ratio: 'token' needs a policy that reports token_log_prob; {type(self.policy).__name__} does not "
+                "here: use ratio 'step'"
+            )
+        return scored["token_log_prob"]
 
     def _weight(self, part: TensorDictBase, minibatch: TensorDictBase) -> Tensor | float:
         """Return the share of a minibatch's mean that a part of it has."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms.algorithm import Metrics
-from deft.algorithms.policy_gradient import Epochs, PolicyGradient, approximate_kl, cut_sequences
+from deft.algorithms.policy_gradient import OLD_LOG_PROB, Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
@@ -56,7 +56,11 @@ class PPO(PolicyGradient):
         rollout: TensorDict = epochs.data
         warms_up = self._warms_up
         is_unweighed = rollout.get(BEHAVIOR_WEIGHT, None) is None and self._is_stale(rollout)
-        if (is_unweighed and not self._weigh_behavior(rollout)) or not epochs.train(
+        needs_tokens = self.settings.ratio == "token" and rollout.get(OLD_LOG_PROB, None) is None
+        if (is_unweighed or needs_tokens) and not self._score_again(rollout, is_unweighed):
+            self.unfinished = epochs
+            return {}
+        if not epochs.train(
             self.settings.n_epochs,
             partial(self._order, rollout),
             partial(self._parts, rollout),
@@ -156,24 +160,35 @@ class PPO(PolicyGradient):
         return self._maximum(float((rollout[schema.POLICY_VERSION] != self.version).any())) > 0
 
     @torch.no_grad()
-    def _weigh_behavior(self, rollout: TensorDict) -> bool:
+    def _score_again(self, rollout: TensorDict, is_stale: bool) -> bool:
         """Stale data: put the proximal policy's log-probs in place of the behaviour's, and the weight between them.
 
-        False, with the rollout as it was, if the run is to stop before that is done.
+        With token ratios, add the log-probs of the tokens. False, with the rollout as it was, if the run is to stop
+        before that is done.
         """
         behavior = rollout[schema.LOG_PROB]
-        log_probs = []
+        log_probs, tokens = [], []
         for part in self._parts(rollout, torch.arange(self._num_items(rollout))):
             if self._stops():
                 return False
-            log_probs.append(self.policy.evaluate_actions(part)["log_prob"].to(behavior))
-        proximal = torch.cat(log_probs, -1)
-        if self.policy.recurrent:  # [length, chunks · N] → [T, N]
-            proximal = proximal.unflatten(1, (-1, behavior.shape[1])).transpose(0, 1)
-        proximal = proximal.reshape(behavior.shape)
+            scored = self.policy.evaluate_actions(part)
+            log_probs.append(scored["log_prob"].to(behavior))
+            tokens.append(self._ratio_log_prob(scored).to(behavior))
+        if self.settings.ratio == "token":
+            rollout[OLD_LOG_PROB] = self._by_step(torch.cat(tokens, int(self.policy.recurrent)), behavior)
+        if not is_stale:
+            return True
+        proximal = self._by_step(torch.cat(log_probs, int(self.policy.recurrent)), behavior)
         rollout[BEHAVIOR_WEIGHT] = (proximal - behavior).exp().clamp(max=self.settings.behavior_weight_cap)
         rollout[schema.LOG_PROB] = proximal
         return True
+
+    def _by_step(self, values: Tensor, rollout: Tensor) -> Tensor:
+        """Values of all items in their order, as [T, N, …] like those of a rollout."""
+        if self.policy.recurrent:  # [length, chunks · N, …] → [T, N, …]
+            values = values.unflatten(1, (-1, rollout.shape[1])).transpose(0, 1)
+            return values.reshape(*rollout.shape, *values.shape[3:])
+        return values.reshape(*rollout.shape, *values.shape[1:])
 
     # -- minibatches ---------------------------------------------------------------------------------------------------
 
@@ -231,7 +246,12 @@ class PPO(PolicyGradient):
 
     def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
         settings, advantage = self.settings, self._weighted_advantage(minibatch)
-        log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
+        if settings.ratio == "step":
+            log_ratio = scored["log_prob"] - minibatch[schema.LOG_PROB]
+        else:  # every token has its step's advantage; that of earlier denoising steps is discounted
+            log_ratio = self._ratio_log_prob(scored) - minibatch[OLD_LOG_PROB]
+            steps = torch.arange(log_ratio.shape[-1] - 1, -1, -1, device=log_ratio.device)
+            advantage = advantage.unsqueeze(-1) * settings.denoising_discount**steps
         ratio = log_ratio.exp()
         found = ratio.detach()
         plain = found * advantage
@@ -241,15 +261,19 @@ class PPO(PolicyGradient):
         loss = error * (0.5 * settings.value_coef)
         if not self._warms_up:
             # The gradient of min(r A, clip(r) A) is that of r A where that is the smaller one, and 0 elsewhere.
-            loss = loss - ratio * (advantage * (plain <= clipped))
+            loss = loss - self._over_tokens(ratio * (advantage * (plain <= clipped)))
             if settings.entropy_coef:
                 loss = torch.sub(loss, scored["entropy"], alpha=settings.entropy_coef)
         return loss.mean(), {
-            "policy_loss": -torch.minimum(plain, clipped),
+            "policy_loss": -self._over_tokens(torch.minimum(plain, clipped)),
             "value_loss": 0.5 * error.detach(),
             "entropy": scored["entropy"].detach(),
             "log_ratio": log_ratio.detach(),
         }
+
+    def _over_tokens(self, values: Tensor) -> Tensor:
+        """The mean over the tokens of an action, where each has a ratio of its own."""
+        return values if self.settings.ratio == "step" else values.mean(-1)
 
     def _weighted_advantage(self, minibatch: TensorDictBase) -> Tensor:
         """Return the normalised advantage, times the weight of transitions that an older policy acted."""

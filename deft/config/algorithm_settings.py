@@ -60,6 +60,8 @@ class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.M
     """Steps per training sequence of recurrent policies."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of Adam."""
+    ratio: Literal["step", "token"] = "step"
+    """Compute one probability ratio per action, or one per token (action dimension, step of a chunk or denoising)."""
     exploration_scale: Positive = 1.0
     """Factor on the standard deviation of a policy from `model_path`; above 1 if supervised training left it small."""
     auxiliary_learning_rate: NonNegative = 0.0
@@ -84,6 +86,14 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """KL divergence per update of the adaptive schedule."""
     behavior_weight_cap: Positive = 5.0
     """Largest importance weight of a transition collected by an older policy (VLA mode)."""
+    denoising_discount: Fraction = 1.0
+    """With `ratio token`: discount of the advantage for each denoising step before the last one (DPPO)."""
+
+    @model_validator(mode="after")
+    def _denoising_steps_are_tokens(self) -> PPOSettings:
+        if self.denoising_discount != 1 and self.ratio != "token":
+            raise ValueError("denoising_discount: weighs single denoising steps; give ratio token")
+        return self
 
 
 @settings
@@ -114,8 +124,6 @@ class GRPOSettings(RolloutSettings):
     """Weight of the KL divergence from the reference (the initial policy); 0: no reference."""
     reference_update_interval: Count | None = None
     """Iterations between updates of the reference to the current policy; None: never."""
-    ratio: Literal["step", "token"] = "step"
-    """Compute one probability ratio per action, or one per token (action dimension and step of a chunk)."""
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
     """`linear`: decay to 0 at the end of training."""
     auxiliary_warmup: NonNegativeInt = 0

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from deft.config.fields import setting_names
 from deft.config.validation import (
     Count,
     Fraction,
@@ -23,6 +24,7 @@ from deft.config.validation import (
     Port,
     Positive,
     Seed,
+    Several,
     Switch,
     settings,
 )
@@ -234,6 +236,42 @@ class ActorCriticSettings(PolicyGradientSettings):
     """Weight of the value loss."""
     value_warmup: NonNegativeInt = 0
     """Updates at the start that train only the layers of the value function."""
+
+
+@settings
+class DenoisingSettings:
+    """Policies that denoise: a flow, or a diffusion policy."""
+
+    flow_steps: Count = 5
+    """Denoising steps of `distribution: flow`."""
+    flow_noise: Positive = 0.1
+    """Initial standard deviation of the noise in each denoising step of `distribution: flow`, for ppo and grpo."""
+    noise_network: Switch = False
+    """Let a network set the noise in each denoising step of a flow by the state, for ppo and grpo (ReinFlow)."""
+    noise_min: Positive = 0.05
+    """Lower bound of the noise in each denoising step, of `noise_network` and of `distribution: diffusion`."""
+    noise_max: Positive = 0.2
+    """Upper bound of the noise of `noise_network`."""
+    diffusion_steps: Several = 20
+    """Diffusion steps in the training of `distribution: diffusion`."""
+    ddim_steps: Count = 5
+    """Denoising steps (DDIM) of `distribution: diffusion`, out of `diffusion_steps`."""
+    trained_steps: Count | None = None
+    """Last denoising steps that ppo and grpo train; those before use a frozen copy of the network. None: all."""
+
+    def uses(self, name: str, distribution: str | None) -> bool:
+        """Return whether a distribution uses one of these settings."""
+        of_flow = ["flow_steps", "flow_noise", "noise_network", "trained_steps"]
+        of_flow += ["noise_min", "noise_max"] if self.noise_network else []
+        of_diffusion = ["diffusion_steps", "ddim_steps", "noise_min", "trained_steps"]
+        return name in {"flow": of_flow, "diffusion": of_diffusion}.get(distribution or "", [])
+
+
+DENOISING_UNUSED = {
+    name: f"has no use for it; see --distribution, or --vla-model-config {name}=VALUE for a VLA model"
+    for name in setting_names(DenoisingSettings)
+}
+"""What to do about settings of denoising that a policy does not use."""
 
 
 @settings

@@ -14,8 +14,10 @@ from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_
 from deft.config.algorithm_settings import ALGORITHM_SETTINGS, AlgorithmSettings
 from deft.config.fields import setting_names
 from deft.config.groups import (
+    DENOISING_UNUSED,
     AdvantageConfig,
     CurriculumConfig,
+    DenoisingSettings,
     ProgressSettings,
     ResidualConfig,
     RewardModelConfig,
@@ -94,8 +96,7 @@ UNUSED = {
     "hidden_dim": "has layers of the widths hidden_sizes; use --hidden-sizes",
     "num_layers": "has one layer for each width of hidden_sizes; use --hidden-sizes",
     "memory_num_layers": "has no recurrent memory; give --memory-hidden (ppo, grpo)",
-    "flow_steps": "does not denoise; use --distribution flow, or --vla-model-config flow_steps=N for a VLA model",
-    "flow_noise": "does not denoise; use --distribution flow, or --vla-model-config flow_noise=X for a VLA model",
+    **DENOISING_UNUSED,
 }
 """Settings of the networks that some policies do not use: what such a policy has instead."""
 
@@ -104,7 +105,7 @@ MODEL_CHUNKS = {"vla-tiny": 4}
 
 
 @settings
-class PolicyConfig:
+class PolicyConfig(DenoisingSettings):
     """The policy: its networks, its action distribution and its critics."""
 
     HAS_CRITICS: ClassVar[bool] = False
@@ -120,13 +121,9 @@ class PolicyConfig:
     """Width of the hidden layers of an `actor`, of critics, and of a separate value network."""
     num_layers: Count = 2
     """Number of hidden layers of an `actor`, of critics, and of a separate value network."""
-    distribution: Literal["tanh_gaussian", "gaussian", "flow"] | None = None
-    """Action distribution of an `actor`: state-dependent std and tanh squashing, a Gaussian with bounded mean, or a
-    flow, which sft and iql train from scratch, and ppo, grpo and dsrl from their policy."""
-    flow_steps: Count = 5
-    """Denoising steps of `distribution: flow`."""
-    flow_noise: Positive = 0.1
-    """Initial standard deviation of the noise in each denoising step of `distribution: flow`, for ppo and grpo."""
+    distribution: Literal["tanh_gaussian", "gaussian", "flow", "diffusion"] | None = None
+    """Action distribution of an `actor`: state-dependent std and tanh squashing, a Gaussian with bounded mean, or one
+    that denoises, which sft and iql train from scratch, and ppo, grpo and dsrl from their policy."""
     encoder_dim: Count = 256
     """Size of the image encoder's features."""
     memory_hidden: NonNegativeInt = 0
@@ -187,14 +184,14 @@ class PolicyConfig:
     def reject_unused(self, changed: Collection[str], algorithm: AlgorithmSettings) -> None:
         """Raise an error if the policy of this algorithm does not use one of the settings that the user changed."""
         uses_hidden_dim = self.HAS_CRITICS or self.name != "actor_critic" or bool(self.critic_observation)
-        denoises = self.distribution == "flow" or (self.distribution is None and algorithm.DENOISES)
+        distribution = self.distribution or ("flow" if algorithm.DENOISES else None)
         used = {
             "hidden_sizes": self.name != "actor",
             "activation": self.name == "actor_critic",
             "hidden_dim": uses_hidden_dim,
             "num_layers": uses_hidden_dim,
             "memory_num_layers": self.memory_hidden > 0,
-            **dict.fromkeys(("flow_steps", "flow_noise"), self.name == "actor" and denoises),
+            **{name: self.name == "actor" and self.uses(name, distribution) for name in DENOISING_UNUSED},
         }
         for name in UNUSED:
             if name in changed and not used[name]:

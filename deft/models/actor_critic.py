@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
-from deft.models.denoising import DenoisingHead, FlowChunks
+from deft.models.denoising import DENOISING_CHUNKS, Denoising, DenoisingHead, add_new_parts
 from deft.models.distributions import (
     HALF_LOG_2PI,
     ActionHead,
@@ -245,7 +245,7 @@ class ActorCritic(Policy):
         assert config is not None
         if config.distribution == "tanh_gaussian":
             self.head = TanhGaussianHead(action_space)
-        elif config.distribution == "flow":
+        elif config.distribution in DENOISING_CHUNKS:
             self.head = self._denoising_head(num_members)
         else:
             self.head = BoundedGaussianHead(action_space, config.log_std_init, num_members)
@@ -259,8 +259,9 @@ class ActorCritic(Policy):
         assert config is not None
         if num_members > 1:
             raise InputError(f"num_seeds: distribution '{config.distribution}' is trained one seed at a time; use 1")
-        size = int(np.prod(space.shape or ())) // config.chunk_length
-        chunks = FlowChunks(config.hidden_dim, config.chunk_length, size, config.flow_steps, config.flow_noise)
+        length, kind = config.chunk_length, config.distribution or ""
+        size = int(np.prod(space.shape or ())) // length
+        chunks = DENOISING_CHUNKS[kind](config.hidden_dim, length, size, Denoising.of(config))
         return DenoisingHead(space, chunks, config.hidden_dim)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -474,6 +475,7 @@ class ActorCritic(Policy):
         """Translate weights of the previous version."""
         completed = keep_reward_normalizer(self, self._keep_critic(weights))
         translate(completed)
+        completed = add_new_parts(self, completed)
         return completed
 
     # -- networks ------------------------------------------------------------------------------------------------------

@@ -1,13 +1,16 @@
 """Heads that denoise: a network that turns noise into actions in a few steps, given features of the observation.
 
-`vla-tiny` has them for chunks of actions, `ActorCritic` for single ones (`DenoisingHead`).
+`FlowChunks` and `DiffusionChunks` are two schedules of one chain (`deft.models.denoising_chain`). `vla-tiny` has them
+for chunks of actions, `ActorCritic` for single ones (`DenoisingHead`).
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import gymnasium
 import torch
@@ -17,44 +20,93 @@ from torch.nn import functional
 from deft import schema
 from deft.errors import InputError
 from deft.models.chunks import LOG_STD_RANGE, Chunks, Drawn
+from deft.models.denoising_chain import Transition, draw, mean_real, score
 from deft.models.distributions import BoxHead
-from deft.models.flow_chain import chain_entropy, chain_log_prob, draw_chain, flow_matching_error, hold_last, integrate
+from deft.models.flow_chain import Velocity, euler, flow_matching_error, flow_time, hold_last
 
 TIME_FREQUENCIES = 8
+SMALLEST_SHARE = 0.01  # distance of log σ from its bounds, relative to their distance, that its offset starts from
+FROZEN, NOISE_NETWORK = "frozen.", "noise_network."  # parts of names of weights
 
 
-class FlowChunks(Chunks):
-    """A velocity field on chunks, trained by flow matching; sampled and scored as a noised chain (`flow_chain`)."""
+@dataclass(frozen=True, kw_only=True)
+class Denoising:
+    """The settings of heads that denoise, as in `PolicyConfig` and `TinySpec`."""
 
-    def __init__(self, width: int, chunk_length: int, action_dim: int, num_steps: int, noise: float) -> None:
+    flow_steps: int = 5
+    flow_noise: float = 0.1
+    noise_network: bool = False
+    noise_min: float = 0.05
+    noise_max: float = 0.2
+    diffusion_steps: int = 20
+    ddim_steps: int = 5
+    trained_steps: int | None = None
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """Those of settings that have more fields."""
+        return cls(**{field.name: vars(settings)[field.name] for field in fields(cls)})
+
+    def check(self, kind: str) -> None:
+        """Raise an error for values that do not fit each other; `kind`: `flow` or `diffusion`."""
+        steps = self.flow_steps if kind == "flow" else self.ddim_steps
+        if self.trained_steps is not None and not 1 <= self.trained_steps <= steps:
+            raise InputError(
+                f"trained_steps {self.trained_steps} must be 1 to {steps}, the denoising steps of a {kind}"
+            )
+        if self.noise_network and self.noise_min >= self.noise_max:
+            raise InputError(f"noise_min {self.noise_min:g} must be less than noise_max {self.noise_max:g}")
+        if kind == "diffusion" and self.noise_network:
+            raise InputError("noise_network: is for a flow; the noise of a diffusion policy is that of its schedule")
+        if kind == "diffusion" and self.ddim_steps > self.diffusion_steps:
+            raise InputError(f"ddim_steps {self.ddim_steps} is more than diffusion_steps {self.diffusion_steps}")
+
+
+class DenoisingChunks(Chunks):
+    """A chain of denoising steps on chunks, whose log-prob is exact; a subclass has the schedule and the loss.
+
+    With `trained_steps` n only the last n steps are trained and scored: those before use a copy of the network that
+    stays as it was loaded, and are a part of the environment to the algorithm (Ren et al., 2024). The features get no
+    gradient then, since the frozen steps read them too.
+    """
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, spec: Denoising, num_steps: int) -> None:
         super().__init__(chunk_length, action_dim)
         self.num_steps = num_steps
+        self.first_trained = 0 if spec.trained_steps is None else num_steps - spec.trained_steps
         size = chunk_length * action_dim
         self.condition = nn.Linear(width, width)
         self.noisy = nn.Linear(size + 2 * TIME_FREQUENCIES, width)
         self.hidden = nn.Linear(width, width)
         self.out = nn.Linear(width, size)
-        self.log_noise = nn.Parameter(torch.full((num_steps, *self.shape), math.log(noise)))
+        self.frozen: nn.ModuleDict | None = None
+        if self.first_trained:
+            parts: dict[str, nn.Module] = {name: copy.deepcopy(part) for name, part in self._parts().items()}
+            self.frozen = nn.ModuleDict(parts).requires_grad_(False)
 
-    def noise_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the deviation of each step of the chain."""
-        yield self.log_noise
+    def _check_imitation(self) -> None:
+        if self.frozen is not None:
+            raise InputError("trained_steps: is for ppo and grpo from a trained policy; leave it out in sft and iql")
 
-    @property
-    def deviation(self) -> Tensor:
-        """σ of each step, [S, K, A]."""
-        return self.log_noise.clamp(*LOG_STD_RANGE).exp()
+    def _predict(self, features: Tensor) -> Velocity:
+        """The network as a function of x and the time in [0, 1]: the velocity of a flow, the noise of a diffusion."""
+        return _network(self._parts(), features)
 
-    def _velocity(self, features: Tensor) -> Any:
-        condition = self.condition(features)
+    def _parts(self) -> dict[str, nn.Module]:
+        """The layers of the network."""
+        return {"condition": self.condition, "noisy": self.noisy, "hidden": self.hidden, "out": self.out}
 
-        def velocity(x: Tensor, time: Tensor) -> Tensor:
-            angles = time[:, None] * (math.pi * 2.0 ** torch.arange(TIME_FREQUENCIES, device=x.device) / 4.0)
-            inputs = torch.cat([x.flatten(1), angles.sin(), angles.cos()], 1)
-            hidden = functional.relu(self.noisy(inputs) + condition)
-            return self.out(hidden + functional.relu(self.hidden(hidden))).view(x.shape)
+    def _predicts(self, features: Tensor) -> list[Velocity]:
+        """The network of each step."""
+        trained = self._predict(features)
+        if self.frozen is None:
+            return [trained] * self.num_steps
+        frozen = _network(self.frozen, features)
+        return [frozen] * self.first_trained + [trained] * (self.num_steps - self.first_trained)
 
-        return velocity
+    def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
+        """The mean and the deviation of each step; those of deterministic steps may have another mean."""
+        raise TypeError(type(self).__name__)
 
     def draw(self, features: Tensor, deterministic: bool, mask: Tensor | None) -> Drawn:
         """The end of a chain from sampled noise; deterministic: without further noise in its steps.
@@ -62,23 +114,15 @@ class FlowChunks(Chunks):
         A chain from noise 0 ends between the modes of the demonstrated actions.
         """
         start = torch.randn(len(features), *self.shape, dtype=features.dtype, device=features.device)
-        velocity, deviation = self._velocity(features), self.deviation
-        chain, log_probs = draw_chain(velocity, start, deviation, deterministic, mask)
-        return chain[:, -1], log_probs.sum(1), {schema.CHAIN: chain}
+        chain, log_probs = draw(self._transition(features, deterministic), start, self.num_steps, deterministic, mask)
+        return chain[:, -1], log_probs[:, self.first_trained :].sum(1), {schema.CHAIN: chain}
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs of each step of the denoising, [B, S]."""
-        deviation = self.deviation
-        tokens = chain_log_prob(self._velocity(features), sample[schema.CHAIN], deviation, mask)
-        return tokens, chain_entropy(deviation, actions.shape, mask)
-
-    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
-        """‖v(x_t, t) − (ε − a)‖², with one t and one ε per row."""
-        mask = None
-        if step_mask is not None:
-            actions, mask = hold_last(actions, step_mask), step_mask.unsqueeze(-1)
-        time = torch.rand(len(actions), device=actions.device)
-        return flow_matching_error(self._velocity(features), actions, torch.randn_like(actions), time, mask)
+        """Log-probs of each trained step of the denoising, [B, S], and the entropy of their noise."""
+        if self.frozen is not None:
+            features = features.detach()
+        tokens, entropies = score(self._transition(features), sample[schema.CHAIN], mask, self.first_trained)
+        return tokens, entropies.sum(1)
 
     @property
     def noise_shape(self) -> tuple[int, int]:
@@ -86,8 +130,171 @@ class FlowChunks(Chunks):
         return self.shape
 
     def denoise(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Plain Euler steps from `noise`: the deterministic action of `draw`."""
-        return integrate(self._velocity(features), noise, self.num_steps)
+        """The deterministic action of `draw` from this noise."""
+        return draw(self._transition(features, True), noise, self.num_steps, True)[0][:, -1]
+
+
+class FlowChunks(DenoisingChunks):
+    """A velocity field on chunks, trained by flow matching; sampled and scored as a noised chain (`flow_chain`).
+
+    σ of each step is learned, one for each number of the chunk. With `noise_network` it depends on the state and on x
+    too (ReinFlow, Zhang et al., 2025), between `noise_min` and `noise_max`, and starts where it was without:
+    log σ = l + (h − l) · sigmoid(c + g(x, t, z)),  l = log noise_min,  h = log noise_max,  g = 0 at the start.
+    """
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, spec: Denoising) -> None:
+        spec.check("flow")
+        super().__init__(width, chunk_length, action_dim, spec, spec.flow_steps)
+        self.log_noise = nn.Parameter(torch.full((self.num_steps, *self.shape), math.log(spec.flow_noise)))
+        self.log_bounds = (math.log(spec.noise_min), math.log(spec.noise_max))
+        self.noise_network: nn.Sequential | None = None
+        if spec.noise_network:
+            size = chunk_length * action_dim
+            last = nn.Linear(width, size)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+            inputs = width + size + 2 * TIME_FREQUENCIES
+            self.noise_network = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), last)
+
+    def noise_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the deviation of each step of the chain."""
+        yield self.log_noise
+
+    @property
+    def deviation(self) -> Tensor:
+        """σ of each step, [S, K, A]; the initial one with a noise network."""
+        return self.log_noise.clamp(*LOG_STD_RANGE).exp()
+
+    def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
+        predicts, constant = self._predicts(features), self.deviation
+
+        def transition(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+            mean = euler(predicts[step], x, step, self.num_steps)
+            if self.noise_network is None:
+                return mean, constant[step]
+            return mean, self._state_deviation(features, x, step)
+
+        return transition
+
+    def _state_deviation(self, features: Tensor, x: Tensor, step: int) -> Tensor:
+        """σ by the noise network, [B, K, A]."""
+        assert self.noise_network is not None
+        low, high = self.log_bounds
+        share = (self.log_noise[step] - low) / (high - low)
+        inputs = torch.cat([features, x.flatten(1), time_features(flow_time(x, step, self.num_steps))], 1)
+        offset = self.noise_network(inputs).view(x.shape)
+        logit = torch.logit(share.clamp(SMALLEST_SHARE, 1.0 - SMALLEST_SHARE))
+        return (low + (high - low) * torch.sigmoid(logit + offset)).exp()
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """‖v(x_t, t) − (ε − a)‖², with one t and one ε per row."""
+        self._check_imitation()
+        actions, mask = _held(actions, step_mask)
+        time = torch.rand(len(actions), device=actions.device)
+        return flow_matching_error(self._predict(features), actions, torch.randn_like(actions), time, mask)
+
+
+class DiffusionChunks(DenoisingChunks):
+    """A network that predicts the noise of a diffusion process, trained as DDPM and sampled as DDIM.
+
+    x_t = √ᾱ_t a + √(1 − ᾱ_t) ε for t = 1 … T = `diffusion_steps`, with ᾱ of the cosine schedule. Of the steps,
+    S = `ddim_steps` are used to act: t_{S−1} = 1, those before it ⌊T / S⌋ apart, and t_S = 0. They start below T, where
+    x is nearly all noise and the error of â would be large. With the predicted action
+    â = clip((x − √(1 − ᾱ) ε̂) / √ᾱ, ±1) and ε̂ recomputed from it,
+
+        μ_k = √ᾱ' â + √(1 − ᾱ' − s_k²) ε̂,    s_k² = η² (1 − ᾱ') / (1 − ᾱ) · (1 − ᾱ / ᾱ'),    σ_k = max(s_k, noise_min),
+
+    where ᾱ' is that of the next step. Sampling has η = 1 (DDPM if S = T), deterministic actions η = 0.
+    """
+
+    signal: Tensor
+
+    def __init__(self, width: int, chunk_length: int, action_dim: int, spec: Denoising) -> None:
+        spec.check("diffusion")
+        super().__init__(width, chunk_length, action_dim, spec, spec.ddim_steps)
+        self.total_steps, self.noise_min = spec.diffusion_steps, spec.noise_min
+        self.register_buffer("signal", cosine_signal(self.total_steps), persistent=False)  # ᾱ_0 = 1 … ᾱ_T
+        stride = self.total_steps // self.num_steps
+        self.times = [*range(1 + (self.num_steps - 1) * stride, 0, -stride), 0]  # t_0 … t_S
+
+    def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
+        predicts = self._predicts(features)
+
+        def transition(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
+            time, after = self.times[step], self.times[step + 1]
+            now, then = self.signal[time], self.signal[after]
+            noise = predicts[step](x, x.new_full((len(x),), time / self.total_steps)).float()
+            action = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1.0, 1.0)
+            noise = (x - now.sqrt() * action) / (1 - now).sqrt()
+            variance = (1 - then) / (1 - now) * (1 - now / then)
+            if deterministic:
+                variance = torch.zeros_like(variance)
+            mean = then.sqrt() * action + (1 - then - variance).clamp(min=0.0).sqrt() * noise
+            return mean, variance.sqrt().clamp(min=self.noise_min)
+
+        return transition
+
+    def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
+        """‖ε̂(x_t, t) − ε‖², with one t and one ε per row."""
+        self._check_imitation()
+        actions, mask = _held(actions, step_mask)
+        time = torch.randint(1, self.total_steps + 1, (len(actions),), device=actions.device)
+        noise, signal = torch.randn_like(actions), self.signal[time][:, None, None]
+        noisy = signal.sqrt() * actions + (1 - signal).sqrt() * noise
+        error = (self._predict(features)(noisy, time / self.total_steps) - noise).float().square()
+        return mean_real(error, mask)
+
+
+DENOISING_CHUNKS: dict[str, type[FlowChunks] | type[DiffusionChunks]] = {
+    "flow": FlowChunks,
+    "diffusion": DiffusionChunks,
+}
+
+
+def cosine_signal(num_steps: int) -> Tensor:
+    """ᾱ_0 … ᾱ_T of the cosine schedule (Nichol & Dhariwal, 2021): Π (1 − β_t), β_t at most 0.999."""
+    steps = torch.arange(num_steps + 1, dtype=torch.float64)
+    wanted = torch.cos((steps / num_steps + 0.008) / 1.008 * math.pi / 2).square()
+    kept = (wanted[1:] / wanted[:-1]).clamp(min=0.001)
+    return torch.cat([torch.ones(1, dtype=torch.float64), kept.cumprod(0)]).float()
+
+
+def time_features(time: Tensor) -> Tensor:
+    """Sines and cosines of a time in [0, 1]: [B] → [B, 2 TIME_FREQUENCIES]."""
+    angles = time[:, None] * (math.pi * 2.0 ** torch.arange(TIME_FREQUENCIES, device=time.device) / 4.0)
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def add_new_parts(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the parts of a chain that earlier training had not: the frozen copy, and a noise network.
+
+    The copy is that of the weights; a noise network is the module's own.
+    """
+    completed = dict(weights)
+    for name, value in module.state_dict().items():
+        if name not in completed and FROZEN in name and name.replace(FROZEN, "", 1) in completed:
+            completed[name] = completed[name.replace(FROZEN, "", 1)]
+        elif name not in completed and NOISE_NETWORK in name:
+            completed[name] = value
+    return completed
+
+
+def _network(parts: Any, features: Tensor) -> Velocity:
+    condition = parts["condition"](features)
+
+    def predict(x: Tensor, time: Tensor) -> Tensor:
+        inputs = torch.cat([x.flatten(1), time_features(time)], 1)
+        hidden = functional.relu(parts["noisy"](inputs) + condition)
+        return parts["out"](hidden + functional.relu(parts["hidden"](hidden))).view(x.shape)
+
+    return predict
+
+
+def _held(actions: Tensor, step_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Chunks whose padded steps repeat the last real one, and the mask of the real steps."""
+    if step_mask is None:
+        return actions, None
+    return hold_last(actions, step_mask), step_mask.unsqueeze(-1)
 
 
 class DenoisingHead(BoxHead):

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from deft import schema
 from deft.algorithms.optimization import FlatAdam, apply_gradients
+from deft.algorithms.policy_gradient import OLD_LOG_PROB
 from deft.algorithms.ppo import BEHAVIOR_WEIGHT, PPO
 from deft.config.algorithm_settings import PPOSettings
 from deft.config.settings import PolicyConfig
@@ -171,6 +172,24 @@ def test_losses_by_hand():
     assert losses_of(algorithm, minibatch)["value_loss"].item() == pytest.approx(1.8125, abs=1e-6)
 
 
+def test_ratios_of_denoising_steps_by_hand():
+    """DPPO: each step of the chain has a ratio of its own, and earlier steps a discounted advantage."""
+    algorithm = PPO(make_policy(), PPOSettings(normalize_advantage=False, ratio="token", denoising_discount=0.5))
+    tokens = torch.tensor([[2.0, 0.9], [1.1, 0.5]]).log()
+    scored = {"token_log_prob": tokens, "value": torch.zeros(2), "entropy": torch.zeros(2)}
+    columns = {
+        OLD_LOG_PROB: torch.zeros(2, 2),
+        schema.ADVANTAGE: torch.tensor([1.0, -1.0]),
+        schema.VALUE_TARGET: torch.zeros(2),
+    }
+    _, losses = algorithm._loss(scored, TensorDict(columns, batch_size=[2]))
+    # Advantages [0.5, 1] and [−0.5, −1]; ratios clipped to 0.8 … 1.2:
+    # (min(2·0.5, 1.2·0.5) + 0.9·1) / 2 = 0.75 and (1.1·−0.5 + min(0.5·−1, 0.8·−1)) / 2 = −0.675
+    assert losses["policy_loss"].tolist() == pytest.approx([-0.75, 0.675])
+    with pytest.raises(InputError, match="ratio: 'token' needs a policy that reports token_log_prob"):
+        algorithm._loss({"log_prob": tokens[:, 0], "value": torch.zeros(2)}, TensorDict(columns, [2]))
+
+
 def test_next_value_is_the_next_row_and_the_bootstrap_at_a_segment_end():
     policy = make_policy()
     algorithm = PPO(policy, PPOSettings(gamma=0.5, gae_lambda=0.0))
@@ -238,7 +257,7 @@ def test_stale_data_is_weighed_by_the_proximal_policy():
     algorithm = PPO(learner, PPOSettings(batch_size=7))
     algorithm.version = 4
     prepared = algorithm._with_advantages(rollout)
-    algorithm._weigh_behavior(prepared)
+    algorithm._score_again(prepared, is_stale=True)
     expected = learner.evaluate_actions(rollout.flatten(0, 1))["log_prob"].reshape(8, 4)
     torch.testing.assert_close(prepared[schema.LOG_PROB], expected)
     weight = (expected - rollout[schema.LOG_PROB]).exp().clamp(max=5.0)
@@ -255,7 +274,7 @@ def test_stale_recurrent_data_is_put_back_in_its_place():
     algorithm = PPO(behavior, PPOSettings(batch_size=8, sequence_length=4))
     algorithm.version = 1
     prepared = algorithm._with_advantages(rollout)
-    algorithm._weigh_behavior(prepared)
+    algorithm._score_again(prepared, is_stale=True)
     # The weights did not change, so each recomputed log-prob must land where the old one was.
     torch.testing.assert_close(prepared[schema.LOG_PROB], rollout[schema.LOG_PROB], atol=1e-5, rtol=0)
 

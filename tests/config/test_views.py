@@ -66,6 +66,7 @@ OTHER_VALUES = {
         "tanh": "relu",
         "here": "ray",
         "fp32": "tf32",
+        "step": "token",
     }.get(value, "elsewhere"),
     tuple: lambda value: (32,),
     dict: lambda value: {"size": 5},
@@ -82,6 +83,7 @@ BESIDE: dict[str, dict[str, object]] = {  # settings without which another one h
     "hidden_dim": {"critic_observation": ("goal",)},
     "num_layers": {"critic_observation": ("goal",)},
     "memory_num_layers": {"memory_hidden": 8},
+    "denoising_discount": {"ratio": "token"},
 }
 
 

@@ -19,6 +19,7 @@ from deft import schema
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.action_scale import ActionScale, into_box
+from deft.models.denoising import add_new_parts
 from deft.models.encoders import ObservationEncoder, make_encoder
 from deft.models.legacy_weights import add_reward_scale, keep_reward_normalizer
 from deft.models.mlp import BatchedMLP
@@ -386,7 +387,7 @@ class VLAPolicy(ActionScale, Policy):
 
         A model keeps its action scale, whether V was a part of it or not.
         """
-        completed = keep_reward_normalizer(self, self._keep_critic(weights))
+        completed = add_new_parts(self, keep_reward_normalizer(self, self._keep_critic(weights)))
         _complete(self, completed)
         if self.step_dim is None and completed["center"].shape != self.center.shape:
             self.set_scale(torch.zeros_like(completed["center"]), torch.ones_like(completed["width"]))

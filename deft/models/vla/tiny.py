@@ -1,4 +1,4 @@
-"""`vla-tiny`: a vision-language-action model that two CPU cores can train, with a Gaussian, token or flow head.
+"""`vla-tiny`: a vision-language-action model that two CPU cores can train, with one of four action heads.
 
 `load_vla_model` builds it by that name. `deft train sft` trains it on demonstrations; PPO, GRPO and IQL continue from
 these weights. One forward pass gives the features [B, F] that the action head and the value head read.
@@ -21,7 +21,7 @@ from torch.nn import functional
 from deft import schema
 from deft.errors import InputError
 from deft.models.chunks import Chunks
-from deft.models.denoising import FlowChunks
+from deft.models.denoising import DENOISING_CHUNKS, Denoising
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.heads import ROUNDING, GaussianChunks, SwitchedChunks, TokenChunks
 from deft.models.vla.interface import Sample
@@ -36,7 +36,7 @@ POSITIONS_DIM = 24  # predicted object positions, and further learned features a
 WORD_BUCKETS, MAX_WORDS, TEXT_DIM = 1024, 16, 64
 TASK_DIM = 8  # text features that the trunk reads directly: they identify the task, not the object
 SPACE_BYTE = 32
-HEADS = ("gaussian", "token", "flow")
+HEADS = ("gaussian", "token", *DENOISING_CHUNKS)
 IMITATION = ("absolute", "squared")
 SHARPNESS = 5.0  # inverse temperature of the attention of a query; with 1 it learns several times as slowly
 VALUE_SCALE = 10.0  # factor on the output: the value learns faster than the policy at the same learning rate
@@ -196,6 +196,12 @@ class TinySpec(ProprioSpec):
     num_bins: int = 32
     flow_steps: int = 5
     flow_noise: float = 0.1
+    noise_network: bool = False
+    noise_min: float = 0.05
+    noise_max: float = 0.2
+    diffusion_steps: int = 20
+    ddim_steps: int = 5
+    trained_steps: int | None = None
     value_gradient: bool = False
     freeze_vision: bool = False
     bottleneck: int = 0
@@ -210,7 +216,7 @@ class TinySpec(ProprioSpec):
         if self.cell < 1 or IMAGE_MULTIPLE % self.cell:
             raise InputError(f"cell {self.cell} is none of 1, 2, 4, 8, 16")
         super().__post_init__()
-        self.check_least(width=1, num_bins=2, flow_steps=1, places_dim=1)
+        self.check_least(width=1, num_bins=2, flow_steps=1, diffusion_steps=2, ddim_steps=1, places_dim=1)
         if self.places_dim > POSITIONS_DIM:
             raise InputError(f"places_dim {self.places_dim} must be at most {POSITIONS_DIM}")
         if isinstance(self.bottleneck, bool) or not (
@@ -227,16 +233,18 @@ class TinySpec(ProprioSpec):
             )
         if len({dim % self.action_dim for dim in self.switch_dims}) == self.action_dim:
             raise InputError("switch_dims names every dim; leave at least one to the head")
-        if not self.flow_noise > 0:
-            raise InputError(f"flow_noise {self.flow_noise} must be above 0: without noise a chain has no log-prob")
+        for name in ("flow_noise", "noise_min"):
+            if not (value := vars(self)[name]) > 0:
+                raise InputError(f"{name} {value} must be above 0: without noise a chain has no log-prob")
 
 
 class TinyVLAModel(StreamVLA):
     """Map camera images, proprioception and an instruction to a chunk of K actions and a value.
 
     `head`: `gaussian` (a mean for each dim, a learned deviation for each dim and step of the chunk), `token` (a
-    categorical over `num_bins` equal bins of [-1, 1] for each dim and step), or `flow` (a velocity that turns noise
-    into actions in `flow_steps` steps, each with noise of a learned deviation, so that the chain has a log-prob).
+    categorical over `num_bins` equal bins of [-1, 1] for each dim and step), `flow` (a velocity that turns noise
+    into actions in `flow_steps` steps, each with noise of a learned deviation, so that the chain has a log-prob), or
+    `diffusion` (the same with a network that predicts noise, trained as DDPM).
 
     With `value_gradient` the loss of the value trains the trunk too, otherwise only the value head.
 
@@ -256,7 +264,7 @@ class TinyVLAModel(StreamVLA):
         super().__init__(spec)
         self.switch_dims = sorted({dim % spec.action_dim for dim in spec.switch_dims})
         self.head_name, self.image_size, self.value_gradient = spec.head, spec.image_size, spec.value_gradient
-        self.starts_from_noise = spec.head == "flow"
+        self.starts_from_noise = spec.head in DENOISING_CHUNKS
         self.keeps_sample = self.starts_from_noise or spec.freeze_vision  # a chain, or features of frozen encoders
         self.freeze_vision, self.bottleneck = spec.freeze_vision, spec.bottleneck
         self.places_key, self.places_dim = spec.places_key, spec.places_dim
@@ -290,7 +298,7 @@ class TinyVLAModel(StreamVLA):
         elif spec.head == "token":
             chunks = TokenChunks(width, spec.chunk_length, others, spec.num_bins)
         else:
-            chunks = FlowChunks(width, spec.chunk_length, others, spec.flow_steps, spec.flow_noise)
+            chunks = DENOISING_CHUNKS[spec.head](width, spec.chunk_length, others, Denoising.of(spec))
         if self.switch_dims:
             chunks = SwitchedChunks(chunks, width, spec.chunk_length, spec.action_dim, self.switch_dims)
         self.head: Any = chunks
@@ -335,8 +343,10 @@ class TinyVLAModel(StreamVLA):
         self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `evaluate`, with the log-prob of each step of the chunk, [B, K], or of the chain of a flow, [B, S]."""
-        if self.head_name == "flow" and sample is None:
-            raise InputError("the actions of a flow have no log-prob of their own: score its chain (`sample`)")
+        if self.starts_from_noise and sample is None:
+            raise InputError(
+                f"the actions of a {self.head_name} head have no log-prob of their own: score its chain (`sample`)"
+            )
         encoded = None if sample is None else sample.get(schema.LATENT, None)
         features = self.features(observations) if encoded is None else self.trunk_features(encoded)
         chunk, mask = self.chunk(actions), self.real(action_mask)

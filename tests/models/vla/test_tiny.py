@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from deft import schema
 from deft.errors import InputError
+from deft.models.denoising import DENOISING_CHUNKS
 from deft.models.normalization import freeze_statistics
 from deft.models.vla.heads import ROUNDING
 from deft.models.vla.loading import load_vla_model
@@ -69,7 +70,7 @@ def test_what_acts_is_what_is_scored(head, chunk_length):
     policy = VLAPolicy(tiny(head=head, chunk_length=chunk_length))
     td = policy.act(TensorDict({schema.OBSERVATION: scenes()}, [5]))
     assert td[schema.ACTION].shape == ((5, 3, 2) if chunk_length == 3 else (5, 2))
-    assert (td.get(schema.SAMPLE, None) is not None) == (head == "flow")
+    assert (td.get(schema.SAMPLE, None) is not None) == (head in DENOISING_CHUNKS)
     scored = policy.evaluate_actions(td)
     torch.testing.assert_close(scored["log_prob"], td[schema.LOG_PROB], rtol=0, atol=1e-4)
     torch.testing.assert_close(scored["value"], td[schema.VALUE])
@@ -81,8 +82,8 @@ def test_what_acts_is_what_is_scored(head, chunk_length):
         most_likely.append(policy.act(td.select(schema.OBSERVATION), deterministic=True)[schema.ACTION])
     assert torch.equal(*most_likely)
     again = policy.act(td.select(schema.OBSERVATION), deterministic=True)[schema.ACTION]
-    assert torch.equal(again, most_likely[0]) == (head != "flow")
-    assert policy.action_selection(True) == ("sampled noise" if head == "flow" else "mode")
+    assert torch.equal(again, most_likely[0]) == (head not in DENOISING_CHUNKS)
+    assert policy.action_selection(True) == ("sampled noise" if head in DENOISING_CHUNKS else "mode")
     assert policy.action_selection(False) == "sample"
 
 
@@ -132,7 +133,7 @@ def test_the_actions_of_a_flow_are_scored_by_their_chain():
     chain = sample[schema.CHAIN]
     assert chain.shape == (5, 3, 3, 2)  # two steps from noise: three places
     assert torch.equal(chain[:, -1], action)
-    velocity = model.head._velocity(model._for_head(model.features(scenes())))
+    velocity = model.head._predict(model._for_head(model.features(scenes())))
     expected = torch.zeros(5)
     for step, time in ((0, 1.0), (1, 0.5)):
         mean = chain[:, step] - velocity(chain[:, step], torch.full((5,), time)) / 2
@@ -166,7 +167,7 @@ def test_steps_after_the_end_do_not_count_in_imitation(head):
         torch.manual_seed(3)
         return model.imitation_loss(scenes(), actions, mask)
 
-    if head == "flow":  # the noisy chunk as a whole is what the velocity reads; its error there is what is left out
+    if head in DENOISING_CHUNKS:  # the network reads the noisy chunk as a whole; its error there is what is left out
         error = loss(actions, mask)
         assert error.shape == (5,)
         return
