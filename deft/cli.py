@@ -178,7 +178,8 @@ def dispatch(arguments: list[str]) -> int:
     if as_json:
         return _report(outcome.results, as_json=True)
     print(outcome.text, flush=True)
-    return _report({name: outcome.results[name] for name in outcome.below if name in outcome.results}, as_json=False)
+    below = {name: outcome.results[name] for name in outcome.below if outcome.results.get(name, []) != []}
+    return _report(below, as_json=False)
 
 
 def _run(arguments: list[str]) -> tuple[Outcome | Mapping[str, Any], bool]:

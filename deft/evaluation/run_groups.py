@@ -26,6 +26,8 @@ def named_groups(words: Sequence[str]) -> dict[str, list[str]]:
         if word in single:
             label, runs = labels.get(word, word), word
         names = [word] if word in single else [run for name in runs.split(",") if name for run in _matches(name)]
+        if word in single and list(words).count(word) > 1:
+            raise InputError(f"{word}: is named twice; give each run once")
         if not label or not names or (word in single and label in groups):
             raise InputError(f"{word}: give a label of its own and its runs, as in ppo=RUN,RUN,RUN")
         groups.setdefault(label, []).extend(names)

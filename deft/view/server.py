@@ -50,7 +50,13 @@ def view(config: ViewConfig) -> Mapping[str, Any]:
     if not folder.exists():
         raise InputError(f"{folder}: no such directory; give a run directory, or a folder with runs")
     if not find_runs(folder):
-        raise InputError(f"{folder}: no run to view; give a run directory, or a folder with runs")
+        deeper = [path.parent for path in folder.glob("*/*/run.json")]
+        advice = (
+            f"there is one deeper: deft view {deeper[0].parent}"
+            if deeper
+            else "give a run directory, or a folder with runs"
+        )
+        raise InputError(f"{folder}: no run to view; {advice}")
     check_installed("")
     listener = listen(config.view_port)
     token = token_of(folder)

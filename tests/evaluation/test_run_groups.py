@@ -14,6 +14,8 @@ def test_several_runs_of_a_label_are_one_group() -> None:
         "ppo": ["x", "y"],
         "random": ["random"],
     }
+    with pytest.raises(InputError, match="a: is named twice; give each run once"):
+        named_groups(["a", "a"])
     with pytest.raises(InputError, match="ppo=: give a label of its own and its runs"):
         named_groups(["ppo="])
 

@@ -171,6 +171,8 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert "missing: no such directory; give a run directory" in error(tmp_path / "missing")
     (empty := tmp_path / "empty").mkdir()
     assert "empty: no run to view; give a run directory" in error(empty)
+    make_run(tmp_path / "above" / "demo" / "ppo")
+    assert f"there is one deeper: deft view {tmp_path / 'above' / 'demo'}" in error(tmp_path / "above")
     assert "--view-port: 70000 is out of range" in error(run, "--view-port", 70_000)
     with listen(0) as taken:
         number = taken.getsockname()[1]

@@ -126,13 +126,17 @@ def group_table(groups: Sequence[Group]) -> str:
         seconds = [run.seconds for run in group.runs if run.seconds]
         rates = [run.rate for run in group.runs if run.rate]
         row: list[Any] = [group.label, ", ".join(str(run.seed) for run in group.runs)]
-        row += [", ".join(dict.fromkeys(run.status for run in group.runs)), f"{group.end:,}"]
         row += [_change_cell(own.get(name)) for name in names]
+        row += [f"{group.end:,}", ", ".join(dict.fromkeys(run.status for run in group.runs))]
         row += [duration(sum(seconds) / len(seconds)) if seconds else None]
         rows.append([*row, f"{sum(rates) / len(rates):,.4g}" if rates else None])
     heads = [f"{name}, {source}" for name, source in names]
     unit = " or ".join(dict.fromkeys(group.first.unit for group in groups))
-    return table(["", "seeds", "status", f"at {unit}", *heads, "time", f"{unit} a second"], rows)
+    found_table = table(["", "seed", *heads, f"at {unit}", "status", "time", f"{unit} a second"], rows)
+    if len({group.end for group in groups}) == 1 or len({group.first.unit for group in groups}) > 1:
+        return found_table
+    lengths = ", ".join(f"{group.label} at {group.end:,}" for group in groups)
+    return f'<p class="lead">These runs differ in length: {escape(lengths)} {unit}.</p>{found_table}'
 
 
 def _change_cell(change: Change | None) -> str | None:

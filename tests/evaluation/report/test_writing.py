@@ -115,7 +115,7 @@ def test_runs_that_differ_by_seed_form_a_group_and_others_stand_beside(tmp_path)
     runs = [write_run(tmp_path / f"fast_{seed}", seed) for seed in (1, 2, 3)]
     runs.append(write_run(tmp_path / "slow", 1, 0.1))
     page = parsed(write_report(runs, tmp_path / "all.html"))
-    assert "fast 1, 2, 3 complete" in page.text
+    assert "fast 1, 2, 3 " in page.text
     # The last evaluations are 31, 32 and 33: 32 ± 4.3027 / √3.
     assert "12 → 32 (29.52 to 34.48)" in page.text
     assert "Differences between the groups setting fast slow algorithm. cfg. learning_ rate 0.001 0.1" in page.text
@@ -139,6 +139,9 @@ def test_runs_of_unequal_length_are_compared_at_the_last_step_that_all_have_reac
     assert "Return 11 → 31 evaluation at 10 → 30 steps, 10 episodes" in page.text
     assert "2 runs, with seeds 1 and 2 " in page.text
     assert "30 and 50 steps" in page.text
+    other = write_run(tmp_path / "slow", 3, lines=lines, learning_rate=0.1)
+    text = parsed(write_report([runs[0], other], tmp_path / "groups.html")).text
+    assert "These runs differ in length: ppo_1 at 30, slow at 50 steps." in text
     # A point for each evaluation of each run, and one for each mean, at the two steps that both have.
     assert path.read_text().count('class="point c1"') == 5
     assert path.read_text().count('class="dot c1"') == 2
