@@ -67,7 +67,7 @@ def _time_limit(config: EvaluateConfig, suite: Suite) -> int:
         own = find_run(Path(config.path))[1].env
         if suite_of(own.id) is suite:
             limit = own.max_episode_steps or own.kwargs.get("max_episode_steps")
-    return limit or suite.max_episode_steps
+    return limit or suite.time_limit(str(config.suite))
 
 
 def evaluate_scripted(config: EvaluateConfig, suite: Suite | None = None) -> dict[str, Any]:

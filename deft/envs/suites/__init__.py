@@ -30,6 +30,7 @@ SUITES = {
     "pusht": "deft.envs.suites.pusht",
     "aloha": "deft.envs.suites.aloha",
     "gym-hil": "deft.envs.suites.gym_hil",
+    "libero": "deft.envs.suites.libero",
 }
 """The module of each suite."""
 NUM_NEAREST = 3  # names in an error message
@@ -51,6 +52,10 @@ class Suite:
     default_task: str | None = None
     """The task of the id `NAME` alone; None: the id must name a task."""
     max_episode_steps: int = 500
+    horizons: Mapping[str, int] = field(default_factory=dict)
+    """Time limits of tasks and groups that have their own."""
+    numbers_episodes: bool = False
+    """Whether environments of single tasks take `stride` too, because episodes are numbered."""
     protocol: str = ""
     """How its papers evaluate; `deft evaluate --suite` prints it, with the number and the length of the episodes."""
     scripted_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -92,17 +97,21 @@ class Suite:
         task = self.find(env_id)
         return list(self.groups.get(task, (task,)))
 
+    def time_limit(self, env_id: str) -> int:
+        """Return the time limit of the episodes of a task or group."""
+        return self.horizons.get(self.find(env_id), self.max_episode_steps)
+
     def spec(self, env_id: str, num_envs: int = 1) -> EnvSpec:
         """Return the Gymnasium spec of one of `num_envs` environments."""
         task = self.find(env_id)
         kwargs: dict[str, Any] = {"task": task}
-        if task in self.groups:
+        if task in self.groups or self.numbers_episodes:
             # Environment i of N plays the tasks i, i + N, i + 2N, … of the group: each equally often over all of them.
             kwargs["stride"] = num_envs
         return EnvSpec(
             f"{self.name}/{task}",
             self.entry_point,
-            max_episode_steps=self.max_episode_steps,
+            max_episode_steps=self.time_limit(env_id),
             order_enforce=False,
             kwargs=kwargs,
         )

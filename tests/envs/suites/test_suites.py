@@ -20,7 +20,8 @@ from deft.errors import InputError, RunError
 
 WORKER_MODULES = (
     "deft.envs.worker, deft.envs.build, deft.envs.suites.remote, deft.envs.suites.metaworld, "
-    "deft.envs.suites.metaworld_images, deft.envs.suites.aloha, deft.envs.suites.gym_hil, deft.envs.suites.pusht"
+    "deft.envs.suites.metaworld_images, deft.envs.suites.aloha, deft.envs.suites.gym_hil, deft.envs.suites.pusht, "
+    "deft.envs.suites.libero"
 )
 
 
