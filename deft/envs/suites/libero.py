@@ -22,9 +22,9 @@ from gymnasium import spaces
 
 from deft.envs.checks import check_image_size, check_whole
 from deft.envs.suites import Suite
-from deft.envs.suites.simulated import LETTERS, SUCCESS, Streams, SuiteEnv
+from deft.envs.suites.simulated import SUCCESS, Streams, SuiteEnv
 from deft.errors import InputError
-from deft.schema import HEAD_RGB, INSTRUCTION, WRIST_RGB
+from deft.schema import HEAD_RGB, WRIST_RGB
 
 ASSETS_VARIABLE = "DEFT_LIBERO_ASSETS"
 SCENES = ("scenes", "articulated_objects", "stable_scanned_objects", "stable_hope_objects", "turbosquid_objects")
@@ -83,14 +83,13 @@ class LiberoEnv(SuiteEnv):
         super().__init__(SUITE, self._tasks[0], observation, SUCCESS, render_mode)
         self._size, self._stride = check_image_size(image_size), check_whole("stride", stride, 1)
         self._assets = find_assets(os.environ.get(ASSETS_VARIABLE))
+        self._longest = max(len(SUITE.tasks[name]) for name in self._tasks)
         self._number: int | None = None
         self._simulator: Any = None
         self._found: dict[str, Any] = {}
         cameras = {HEAD_RGB: "agentview", WRIST_RGB: "robot0_eye_in_hand"}
         streams = Streams(STATE_SIZE, STATE_SIZE, cameras, self._size, self._size)
         self._set_spaces(streams, spaces.Box(-1.0, 1.0, (7,), np.float32))
-        longest = max(len(SUITE.tasks[name]) for name in self._tasks)
-        self.observation_space[INSTRUCTION] = spaces.Text(longest, charset=LETTERS)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start the next episode, or that of a number."""

@@ -58,6 +58,7 @@ class SuiteEnv(gymnasium.Env):
         check_render_mode(render_mode)
         self.task_name = suite.find(f"{suite.name}/{task}")
         self.instruction = suite.tasks[self.task_name]
+        self._longest = len(self.instruction)  # instruction of any episode
         self.render_mode = render_mode
         self.observes = True
         self._observation, self._reward = observation, reward
@@ -77,7 +78,7 @@ class SuiteEnv(gymnasium.Env):
         if self._observation != "state":
             shape = (streams.height, streams.width, 3)
             found |= {name: spaces.Box(0, 255, shape, np.uint8) for name in streams.cameras}
-        found[INSTRUCTION] = spaces.Text(len(self.instruction), charset=LETTERS)
+        found[INSTRUCTION] = spaces.Text(self._longest, charset=LETTERS)
         if self._observation == "privileged":
             found[SCENE] = vector(streams.scene)
         self.observation_space = spaces.Dict(found)
