@@ -341,7 +341,7 @@ def anchors(page: Path) -> set[str]:
 NOT_SHOWN = {  # sections only, or views of settings that other tables show
     "AlgorithmConfig", "OfflineRunConfig", "PhaseConfig", "ReplayRunConfig", "RLConfig", "OfflineRLConfig",
     "InfoConfig", "RecipesConfig",
-    "SuiteListConfig",
+    "LabelledRunConfig", "SuiteListConfig",
 }  # fmt: skip
 
 

@@ -212,12 +212,12 @@ class ResidualPolicy(WrappingPolicy):
         if self.encoder is not None:
             return self.encoder(observation).unsqueeze(0)
         with torch.no_grad():
-            return self.base.encode(observation).features
+            return self.base.encode_to_act(observation).features
 
     def _encode(self, observation: Any, td: TensorDictBase | None = None) -> Encoded:
         """The features and the action of the frozen policy; `td` has the mask of its padded dims, if there is one."""
         with torch.no_grad():
-            state = self.base.encode(observation)
+            state = self.base.encode_to_act(observation)
             if self.base.has_mean:
                 unit = self.base.mean(state)
             else:  # a flow or tokens

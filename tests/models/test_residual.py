@@ -46,6 +46,16 @@ def test_the_action_of_the_frozen_policy_is_kept_at_the_start():
     assert acted[schema.ACTION].tolist() == [[pytest.approx(2.38635, abs=1e-5)]]
 
 
+def test_the_frozen_policy_acts_without_the_labels_that_its_training_read(monkeypatch):
+    policy, calls = residual(), []
+    acting = policy.base.encode_to_act
+    monkeypatch.setattr(policy.base, "encode_to_act", lambda observation: calls.append(1) or acting(observation))
+    td = policy.act(schema_row(torch.tensor([[0.5]])))
+    policy.evaluate_actions(td)
+    policy.encode(torch.tensor([[0.5]]))
+    assert len(calls) == 3
+
+
 def test_the_correction_is_bounded_and_the_sum_is_clipped():
     policy = with_output(residual(scale=0.25), 30.0, -5.0)  # tanh(30) = 1
     acted = policy.act(schema_row(torch.tensor([[0.5], [10.0]])), deterministic=True)
