@@ -112,7 +112,8 @@ class AdvantagePolicy(WrappingPolicy):
 
     def _guidance_shift(self, observation: Any) -> Tensor:
         """(w − 1) (μ(o, 1) − μ(o, 0)), [1, B, A]."""
-        means = [self.base.mean(self.base.encode(self.conditioned(observation, one))) for one in (POSITIVE, NONE)]
+        states = [self.base.encode_to_act(self.conditioned(observation, one)) for one in (POSITIVE, NONE)]
+        means = [self.base.mean(state) for state in states]
         return (self.guidance - 1.0) * (means[0] - means[1])
 
     def action_selection(self, deterministic: bool) -> str:
