@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -255,7 +256,8 @@ def _kind(env_id: str) -> str:
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     """The best or latest checkpoint of a run folder, or the checkpoint given, and the settings of its run."""
-    if (path / checkpoint.MODEL_SAFETENSORS).is_file() and (path / CONFIG_FILE).is_file():  # of `deft export`
+    files = [path / checkpoint.MODEL_SAFETENSORS, path / CONFIG_FILE]
+    if all(map(os.path.isfile, files)):  # of `deft export`; False for a name that is too long
         return path, load_config(path / CONFIG_FILE)
     folder = checkpoint.find_best(path)
     config_file = folder.parent / CONFIG_FILE

@@ -37,7 +37,6 @@ def place_run(config: Config, subject: str) -> tuple[Config, Path | None, bool]:
         subject = re.sub(r"[^A-Za-z0-9.]+", "-", subject).strip("-")
         name = f"{config.algorithm.name}-{subject}-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
         config = replace(config, output_dir=str(output_base() / name))
-        log.info("run directory: %s", config.output_dir)
         return config, None, False
     if not config.output_dir.strip():
         raise InputError("output_dir: is empty; name a directory, or leave it out")
@@ -108,6 +107,8 @@ def directory_opener(
 
     def open_directory() -> None:
         try:
+            if not folder.exists():
+                log.info("run directory: %s", folder)
             folder.mkdir(parents=True, exist_ok=True)
             if first and first.pop():
                 remove_run(folder, keep)

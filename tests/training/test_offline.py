@@ -631,7 +631,7 @@ def test_without_a_dataset_nothing_is_trained(tmp_path, algorithm, capsys, monke
     assert main(["train", algorithm, "--num-epochs", "1"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "deft: dataset: missing; give a name (hopper-medium-v2) or a path with --dataset\n"
-    assert captured.out == ""
+    assert captured.out == f"starting {algorithm} in a new directory in outputs\n"
     assert not list(tmp_path.iterdir())
     assert main(["train", algorithm, "--dataset", "no-such-dataset-v0", "--num-epochs", "1"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
