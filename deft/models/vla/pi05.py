@@ -19,24 +19,16 @@ from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.flow_chain import Velocity
-from deft.models.vla.experts import Prefix, attend, freeze, output, project, read_prefix, rotate, time_embedding
-from deft.models.vla.flow import FlowShape, FlowSpec, FlowVLA, check_at_most
+from deft.models.vla.experts import Prefix, attend, output, project, read_prefix, rotate, time_embedding
+from deft.models.vla.flow import FlowShape, check_at_most
+from deft.models.vla.lerobot_flow import LeRobotFlowSpec, LeRobotFlowVLA
 from deft.models.vla.lerobot_folder import (
-    ACTION,
-    STATE,
-    CameraImages,
-    LeRobotFolderSpec,
     Weights,
-    check_dims,
-    given_statistics,
     load_published,
-    match_cameras,
-    read_lerobot_folder,
     with_prefix,
     without_prefix,
 )
-from deft.models.vla.pretrained import DTYPES, InstructionTokenizer, ValueHead, add_lora, transformers_module
-from deft.models.vla.spec import PretrainedSpec
+from deft.models.vla.pretrained import InstructionTokenizer, ValueHead, transformers_module
 
 DEFAULTS: dict[str, Any] = {
     "paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m", "chunk_size": 50, "max_state_dim": 32,
@@ -57,7 +49,6 @@ VISION = {
 VOCABULARY = 257_152
 BINS = 256  # of a normalised state in [−1, 1]
 PREFIX = "model."
-EMPTY_CAMERA = "observation.images.empty_camera"
 EMBEDDING = "model.paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 HEAD = (
     "model.paligemma_with_expert.paligemma.lm_head.weight"  # equal to the embedding; one of the two is saved, or both
@@ -67,15 +58,14 @@ TOWER, NESTED_TOWER = ".vision_tower.", ".vision_tower.vision_model."  # of newe
 
 
 @dataclass(kw_only=True)
-class Pi05Spec(FlowSpec, LeRobotFolderSpec, PretrainedSpec):
+class Pi05Spec(LeRobotFlowSpec):
     """The keywords of `Pi05VLA`. `tokenizer` is a local folder with the tokenizer of PaliGemma."""
 
-    train_expert_only: bool | None = None
     chunk_length: int = 10
     prompt_length: int = 200
 
 
-class Pi05VLA(FlowVLA):
+class Pi05VLA(LeRobotFlowVLA):
     """Images, instruction and state to the first K actions of the chunk, and a value.
 
     `train_expert_only` (None: as the folder sets it) freezes PaliGemma; with `lora` low-rank adapters in both networks
@@ -87,11 +77,8 @@ class Pi05VLA(FlowVLA):
     def __init__(self, spec: Pi05Spec | None = None, **given: Any) -> None:
         spec = Pi05Spec(**given) if spec is None else spec
         super().__init__(spec)
-        folder = read_lerobot_folder(spec, "pi05", DEFAULTS)
-        check_dims(folder, spec)
-        config = self.config = folder.config
-        if folder.state_dim is None:
-            raise InputError("π0.5 reads the robot's state, and there is none: set proprio_key to a stream of vectors")
+        folder = self.read_folder(spec, "pi05", "π0.5", DEFAULTS)
+        config = self.config
         if config.get("use_relative_actions"):
             raise InputError(f"{folder.path}: use_relative_actions is not supported; use the model class lerobot")
         if config["time_sampling_beta_beta"] != 1.0:
@@ -100,32 +87,20 @@ class Pi05VLA(FlowVLA):
         sizes = (config["chunk_size"], config["max_action_dim"], config["num_inference_steps"])
         times = (config[f"time_sampling_{name}"] for name in ("beta_alpha", "scale", "offset"))
         self.add_flow(spec, FlowShape("π0.5", *sizes, *times))
-        wanted = [name for name in folder.cameras if not name.startswith(EMPTY_CAMERA)]
-        cameras = match_cameras(spec.image_keys, wanted, spec.cameras, optional=spec.cameras is not None)
         height, width = config["image_resolution"]
-        self.images = CameraImages(folder, cameras, (height, width), centered=True)
-        self.image_keys = self.images.image_keys
+        self.add_images(spec, folder, (height, width), centered=True)
         self.backbone = Pi05Network(config)
         length = min(spec.prompt_length, config["tokenizer_max_length"])
         source = None if folder.path is None else str(folder.path)
         self.tokenize = InstructionTokenizer(
             source, spec.tokenizer, "{instruction}", length, self.backbone.vocabulary, own_begin=True
         )
-        known = given_statistics(spec)
-        self.state_statistics = folder.normalizer(STATE, spec.proprio_dim, known.get("state"))
-        self.action_statistics = folder.normalizer(ACTION, spec.action_dim, known.get("action"))
+        self.add_statistics(spec, folder)
         if folder.path is not None and spec.load_weights:
             back = functools.partial(from_published, own=list(self.backbone.state_dict()))
             load_published(self.backbone, folder, to_published, back, clean)
-        if spec.dtype not in DTYPES:
-            raise InputError(f"dtype {spec.dtype!r} is none of {', '.join(DTYPES)}")
-        self.backbone.paligemma_with_expert.to(DTYPES[spec.dtype])
-        if spec.freeze_vision or config["freeze_vision_encoder"]:
-            freeze(self.backbone.paligemma.vision_tower)
-        if config["train_expert_only"] if spec.train_expert_only is None else spec.train_expert_only:
-            freeze(self.backbone.paligemma)
-        add_lora(self.backbone, spec.lora)
-        self.gradient_checkpointing = spec.gradient_checkpointing
+        paligemma = self.backbone.paligemma
+        self.prepare_training(spec, self.backbone.paligemma_with_expert, paligemma, paligemma.vision_tower)
         self.value_head = ValueHead(self.backbone.prefix_width + spec.proprio_dim, spec.value_gradient)
 
     def field(self, observations: TensorDictBase) -> tuple[Velocity, Tensor]:
@@ -135,11 +110,7 @@ class Pi05VLA(FlowVLA):
         state = self.state_statistics.normalize(self.proprio_vectors(observations, batch, device))
         ids, is_word = self.tokenize.rows(self.prompts(self.instructions(observations), state), device)
         prefix = self.backbone.read(images, ids, is_word)
-
-        def velocity(x: Tensor, time: Tensor) -> Tensor:
-            return self.backbone(x, time, prefix)
-
-        return velocity, torch.cat([prefix.features, state], 1)
+        return self.velocity_given(prefix, state)
 
     def prompts(self, texts: Tensor | None, state: Tensor) -> list[bytes]:
         """Prompts with the instruction and the bin of every dim of the normalised state."""

@@ -19,32 +19,22 @@ from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.flow_chain import Velocity
-from deft.models.vla.experts import Prefix, attend, freeze, output, project, read_prefix, rotate, time_embedding
-from deft.models.vla.flow import FlowShape, FlowSpec, FlowVLA, check_at_most
+from deft.models.vla.experts import Prefix, attend, output, project, read_prefix, rotate, time_embedding
+from deft.models.vla.flow import FlowShape, check_at_most
+from deft.models.vla.lerobot_flow import LeRobotFlowSpec, LeRobotFlowVLA
 from deft.models.vla.lerobot_folder import (
-    ACTION,
-    STATE,
-    CameraImages,
     LeRobotFolder,
-    LeRobotFolderSpec,
     Weights,
-    check_dims,
-    given_statistics,
     load_published,
-    match_cameras,
-    read_lerobot_folder,
     with_prefix,
     without_prefix,
 )
 from deft.models.vla.pretrained import (
-    DTYPES,
     InstructionTokenizer,
     ValueHead,
-    add_lora,
     read_architecture,
     transformers_module,
 )
-from deft.models.vla.spec import PretrainedSpec
 
 DEFAULTS: dict[str, Any] = {
     "chunk_size": 50, "max_state_dim": 32, "max_action_dim": 32, "resize_imgs_with_padding": (512, 512),
@@ -57,20 +47,18 @@ REJECTED = ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha", "add_image_spe
 PROMPT = "{instruction}\n"
 PREFIX = "model."
 HEAD = "model.vlm_with_expert.vlm.lm_head.weight"  # predicts words; saved, and never used
-EMPTY_CAMERA = "observation.images.empty_camera"
 
 
 @dataclass(kw_only=True)
-class SmolVLASpec(FlowSpec, LeRobotFolderSpec, PretrainedSpec):
+class SmolVLASpec(LeRobotFlowSpec):
     """The keywords of `SmolVLA`. `vlm_folder` is a local copy of SmolVLM2: its config.json and its tokenizer."""
 
     vlm_folder: str | None = None
-    train_expert_only: bool | None = None
     chunk_length: int = 10
     prompt_length: int = 48
 
 
-class SmolVLA(FlowVLA):
+class SmolVLA(LeRobotFlowVLA):
     """Images, instruction and state to the first K actions of the chunk, and a value.
 
     `train_expert_only` (None: as the folder sets it) freezes SmolVLM2; with `lora` low-rank adapters in both networks
@@ -82,45 +70,27 @@ class SmolVLA(FlowVLA):
     def __init__(self, spec: SmolVLASpec | None = None, **given: Any) -> None:
         spec = SmolVLASpec(**given) if spec is None else spec
         super().__init__(spec)
-        folder = read_lerobot_folder(spec, "smolvla", DEFAULTS)
-        check_dims(folder, spec)
-        config = self.config = folder.config
-        if folder.state_dim is None:
-            raise InputError(
-                "SmolVLA reads the robot's state, and there is none: set proprio_key to a stream of vectors"
-            )
+        folder = self.read_folder(spec, "smolvla", "SmolVLA", DEFAULTS)
+        config = self.config
         for name in REJECTED:
             if config.get(name):
                 raise InputError(f"{folder.path}: {name} is not supported; use the model class lerobot")
         check_at_most("SmolVLA", proprio_dim=(spec.proprio_dim, config["max_state_dim"]))
         sizes = (config["chunk_size"], config["max_action_dim"], config["num_steps"])
         self.add_flow(spec, FlowShape("SmolVLA", *sizes))
-        wanted = [name for name in folder.cameras if not name.startswith(EMPTY_CAMERA)]
-        cameras = match_cameras(spec.image_keys, wanted, spec.cameras, optional=spec.cameras is not None)
         size = config["resize_imgs_with_padding"]
-        self.images = CameraImages(folder, cameras, None if size is None else (size[1], size[0]))
-        self.image_keys = self.images.image_keys
+        self.add_images(spec, folder, None if size is None else (size[1], size[0]))
         vlm_config, source = _vlm_config(spec, folder)
         length = min(spec.prompt_length, config["tokenizer_max_length"])
         self.tokenize = InstructionTokenizer(
             source, spec.tokenizer, PROMPT, length, vlm_config.text_config.vocab_size, own_begin=True
         )
-        known = given_statistics(spec)
-        self.state_statistics = folder.normalizer(STATE, spec.proprio_dim, known.get("state"))
-        self.action_statistics = folder.normalizer(ACTION, spec.action_dim, known.get("action"))
+        self.add_statistics(spec, folder)
         self.backbone = SmolVLANetwork(config, vlm_config)
         if folder.path is not None and spec.load_weights:
             load_published(self.backbone, folder, to_published, from_published, without_head)
-        if spec.dtype not in DTYPES:
-            raise InputError(f"dtype {spec.dtype!r} is none of {', '.join(DTYPES)}")
-        self.backbone.vlm_with_expert.to(DTYPES[spec.dtype])
-        only_expert = config["train_expert_only"] if spec.train_expert_only is None else spec.train_expert_only
-        if spec.freeze_vision or config["freeze_vision_encoder"]:
-            freeze(self.backbone.vision_model)
-        if only_expert:
-            freeze(self.backbone.vlm_with_expert.vlm)
-        add_lora(self.backbone, spec.lora)
-        self.gradient_checkpointing = spec.gradient_checkpointing
+        networks = self.backbone.vlm_with_expert
+        self.prepare_training(spec, networks, networks.vlm, self.backbone.vision_model)
         self.value_head = ValueHead(vlm_config.text_config.hidden_size + spec.proprio_dim, spec.value_gradient)
 
     def field(self, observations: TensorDictBase) -> tuple[Velocity, Tensor]:
@@ -131,11 +101,7 @@ class SmolVLA(FlowVLA):
         state = self.state_statistics.normalize(self.proprio_vectors(observations, batch, device))
         padded = functional.pad(state, (0, self.config["max_state_dim"] - self.proprio_dim))
         prefix = self.backbone.read(images, ids, is_word, padded)
-
-        def velocity(x: Tensor, time: Tensor) -> Tensor:
-            return self.backbone(x, time, prefix)
-
-        return velocity, torch.cat([prefix.features, state], 1)
+        return self.velocity_given(prefix, state)
 
     def gathered_layers(self) -> list[nn.Module]:
         """No layers: projections of one network's layers are called by the other one."""
