@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.experience import DatasetBatches, Experience
-from deft.config.algorithm_settings import OfflineSettings
+from deft.config.algorithm_settings import HeldOutSettings, OfflineSettings
 from deft.data.datasets.dataset import Dataset
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -28,12 +28,12 @@ class OfflineAlgorithm(Algorithm):
     @property
     def held_out_fraction(self) -> float:
         """The fraction of the episodes that is held out of training, for `validate`."""
-        return 0.0
+        return self.settings.val_fraction if isinstance(self.settings, HeldOutSettings) else 0.0
 
     @property
     def patience(self) -> int:
         """Validations without a lower loss after which training ends; 0: it does not end early."""
-        return 0
+        return self.settings.early_stopping if isinstance(self.settings, HeldOutSettings) else 0
 
     def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
         """Return losses on held-out batches, `bc_loss` among them; called if `held_out_fraction` is not 0."""

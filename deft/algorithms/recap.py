@@ -39,8 +39,6 @@ class RecapOffline(SFT):
     can_shard: ClassVar[bool] = False
     needs_next_observation = True
     policy_settings: ClassVar[Mapping[str, Any]] = {"advantage": {}}
-    held_out_fraction = 0.0
-    patience = 0
     settings: RecapOfflineSettings
     policy: AdvantagePolicy
 

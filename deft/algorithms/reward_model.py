@@ -103,16 +103,6 @@ class RewardModelTraining(OfflineAlgorithm):
         self.descend(losses.mean(), self.optimizer)
         return {"reward_loss": losses.detach().mean(), **_accuracy(labels, logits.detach())}
 
-    @property
-    def held_out_fraction(self) -> float:
-        """As `val_fraction` sets it."""
-        return self.settings.val_fraction
-
-    @property
-    def patience(self) -> int:
-        """As `early_stopping` sets it."""
-        return self.settings.early_stopping
-
     @torch.no_grad()
     def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
         """The mean loss, and the accuracy on positive and negative frames."""

@@ -80,16 +80,6 @@ class SFT(ActorAlgorithm):
             )
         super().prepare(dataset, sampler, fresh)
 
-    @property
-    def held_out_fraction(self) -> float:
-        """As `val_fraction` sets it."""
-        return self.settings.val_fraction
-
-    @property
-    def patience(self) -> int:
-        """As `early_stopping` sets it."""
-        return self.settings.early_stopping
-
     @torch.no_grad()
     def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
         """Mean losses over all rows of the batches, without augmentation."""

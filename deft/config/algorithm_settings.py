@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -309,8 +309,8 @@ class ImitationSettings(OfflineSettings, groups.MicroBatchSettings):
 
 
 @settings
-class SFTSettings(ImitationSettings):
-    """Supervised fine-tuning (behaviour cloning)."""
+class HeldOutSettings:
+    """Episodes that are held out of training on a dataset."""
 
     val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Fraction of the episodes to hold out for `val_loss`; 0: none."""
@@ -318,10 +318,15 @@ class SFTSettings(ImitationSettings):
     """Stop after this many epochs without a lower `val_loss`; 0: never."""
 
     @model_validator(mode="after")
-    def _something_ends_it(self) -> SFTSettings:
+    def _something_ends_it(self) -> Self:
         if self.early_stopping and not self.val_fraction:
             raise ValueError(f"early_stopping {self.early_stopping}: needs a val_loss; give val_fraction above 0")
         return self
+
+
+@settings
+class SFTSettings(ImitationSettings, HeldOutSettings):
+    """Supervised fine-tuning (behaviour cloning)."""
 
 
 @settings
@@ -373,17 +378,14 @@ class RecapSettings(RecapOfflineSettings):
 
 
 @settings
-class RewardModelSettings(OfflineSettings):
+class RewardModelSettings(OfflineSettings, HeldOutSettings):
     """Reward model: a classifier of frames that show success."""
 
     label: Literal["terminated", "reward"] = "terminated"
     """Frames that show success: those after a step that terminates its episode, or after a reward above a threshold."""
     reward_threshold: Number = 0.5
     """Threshold of `label: reward`."""
-    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Fraction of the episodes to hold out for `val_loss`; 0: none."""
-    early_stopping: NonNegativeInt = 0
-    """Stop after this many epochs without a lower `val_loss`; 0: never."""
+    val_fraction = 0.1
     augment: Augmentations = ()
     """Random image augmentation: `shift` by up to 1/16 of a side; `color`: gain, offset and gamma."""
 

@@ -126,7 +126,7 @@ def test_runs_that_differ_by_seed_form_a_group_and_others_stand_beside(tmp_path)
 
 
 def test_runs_of_unequal_length_are_compared_at_the_last_step_that_all_have_reached(tmp_path):
-    """Evaluations of 11, 31 and, of a run that goes on, 51 at step 50; both have 12 and 32 at steps 10 and 30."""
+    """Evaluations of 11, 31 and, of a longer run, 51 at step 50; both have 12 and 32 at steps 10 and 30."""
     lines = [
         {"type": "evaluation", "step": step, "episodes": 10, "mean_reward": step + 1.0, "std_reward": 1.0}
         for step in (10, 30, 50)
