@@ -316,7 +316,8 @@ def _success_outcome(results: Mapping[str, Any]) -> Outcome | Mapping[str, Any]:
 def _evaluate_phase(phase: str, config: Any) -> Outcome:
     if not config.deterministic:
         raise InputError(f"--stochastic: a run of phase {phase} has one way to act in evaluation; leave the flag out")
-    for name in ("env", "env_kwargs", "task", "split", "shuffle_instructions", "videos", "random_policy", "vector"):
+    fixed = ("env", "env_kwargs", "task", "split", "shuffle_instructions", "videos", "random_policy", "vector")
+    for name in (*fixed, "suite_path"):
         if getattr(config, name):
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own environment")

@@ -27,7 +27,15 @@ class CountingEnv(gymnasium.Env):
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 5}  # noqa: RUF012 (declared by Gymnasium)
 
-    def __init__(self, task: str = "both", stride: int = 1, reports: bool = True, render_mode: str | None = None):
+    def __init__(
+        self,
+        task: str = "both",
+        stride: int = 1,
+        reports: bool = True,
+        suite_path: str | None = None,
+        render_mode: str | None = None,
+    ):
+        self.suite_path = suite_path
         self.tasks = SUITE.tasks_of(f"fake/{task}")
         self.render_mode, self._stride, self._reports = render_mode, stride, reports
         self._index, self._position, self._gravity = 0, 0.0, 1.0

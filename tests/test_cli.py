@@ -309,6 +309,7 @@ def test_evaluate_calls_and_reports(calls: list[Any], capsys: pytest.CaptureFixt
     assert cli.main(["evaluate", "--episodes", "3", "--json", "outputs/a", "--video", "a.mp4"]) == 0
     rest = {"env": None, "env_kwargs": {}, "random_policy": False, "seed": 0, "device": "auto", "deterministic": True}
     rest |= {"videos": None, "task": None, "split": None, "shuffle_instructions": False, "rename_streams": {}}
+    rest |= {"suite_path": None}
     assert calls == [("outputs/a", {"episodes": 3, "video": "a.mp4", "vector": None, **rest})]
     assert json.loads(capsys.readouterr().out) == {"mean_reward": None}  # JSON has no NaN
 

@@ -316,6 +316,8 @@ class EnvironmentChoice(EpisodeSettings):
     """Task of the environment; the same as `--env-kwargs task=TASK`."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
     """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
+    suite_path: Place | None = None
+    """Folder with the files of a suite that no package contains, such as the scenes of LIBERO."""
     deterministic: Switch = True
     """Play the most likely actions; `--stochastic` samples actions as in training."""
 

@@ -53,6 +53,8 @@ class EvaluationEnvConfig:
     """Time limit that replaces the environment's own."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
     """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
+    suite_path: Place | None = None
+    """Folder with the files of a suite that no package contains, such as the scenes of LIBERO."""
 
 
 @settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deft.config.validation import Count, Switch, settings
+from deft.config.validation import Count, Place, Switch, settings
 
 
 @settings
@@ -28,6 +28,8 @@ class SuiteCheckConfig:
     """Name of the suite, as in `deft suite list`."""
     repeats: Count = 1
     """Play the episodes this many times."""
+    suite_path: Place | None = None
+    """Folder with the files of the suite that no package contains, such as the scenes of LIBERO."""
     update: Switch = False
     """Write the fingerprint into the package, after a deliberate change of the lock file."""
     merge: Switch = False

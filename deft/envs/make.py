@@ -78,7 +78,7 @@ def make_env(
     config: EnvConfig, *, render_mode: str | None = None, chunk_length: int = 1, gamma: float = 1.0
 ) -> gymnasium.Env:
     """Make one environment; with `chunk_length` above 1 its action is a chunk of steps."""
-    suite = suite_of(config.id)
+    suite = _suite_of(config)
     if suite is not None:
         from deft.envs.suites.remote import RemoteEnv
 
@@ -89,7 +89,7 @@ def make_env(
 
 def check_id(config: EnvConfig) -> None:
     """Raise InputError for an unknown id, without making an environment; envpool and GPU simulations have other ids."""
-    suite = suite_of(config.id)
+    suite = _suite_of(config)
     if suite is not None:
         suite.find(config.id)
     elif config.vector not in ("envpool", "gpu"):
@@ -116,7 +116,7 @@ def make_vector_env(
     `tensors` those of such a simulation stay on the device, as torch tensors.
     """
     count = config.num_envs if num_envs is None else num_envs
-    suite = suite_of(config.id)
+    suite = _suite_of(config)
     if suite is not None:
         if config.vector not in ("sync", "process"):
             raise InputError(f"env.vector: {config.vector} does not run {config.id}; use process")
@@ -182,10 +182,18 @@ def _recipe(config: EnvConfig, spec: EnvSpec | None = None) -> EnvRecipe:
     )
 
 
+def _suite_of(config: EnvConfig) -> Suite | None:
+    """Return the suite of a config's environment; None for any other environment."""
+    suite = suite_of(config.id)
+    if suite is None and config.suite_path is not None:
+        raise InputError(f"suite_path {config.suite_path}: {config.id} is of no suite; leave it out")
+    return suite
+
+
 def _suite_recipe(suite: Suite, config: EnvConfig, num_envs: int = 1) -> EnvRecipe:
     """Return what one of `num_envs` environments of a suite is made from."""
     suite.check_installed(config.id)
-    return _recipe(config, suite.spec(config.id, num_envs))
+    return _recipe(config, suite.spec(config.id, num_envs, config.suite_path))
 
 
 def make_tensor_env(

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,17 +136,19 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
     if config.env is None:
         _check_same_env({name: run.env.id for name, (_, run) in found.items() if run.env.id is not None})
 
+    env_of = partial(env_of_run, env=config.env, kwargs=kwargs, rename_streams=names, suite_path=config.suite_path)
+
     def contender(name: str) -> _Contender:
         if name in SCRIPTED:
-            shared = EnvConfig(id=str(config.env), kwargs=kwargs, rename_streams=names)
-            return _Contender(name, shared if first is None else env_of_run(first[1], config.env, kwargs, names), 1)
+            shared = EnvConfig(id=str(config.env), kwargs=kwargs, rename_streams=names, suite_path=config.suite_path)
+            return _Contender(name, shared if first is None else env_of(first[1]), 1)
         folder, run = found[name]
 
         def load(env: VectorEnv) -> list[Policy]:
             return members_of(load_policy(folder, run, env, config.device))
 
         about = {"checkpoint": str(folder), "training_seed": run.seed}
-        return _Contender(name, env_of_run(run, config.env, kwargs, names), run.policy.chunk_length, load, about)
+        return _Contender(name, env_of(run), run.policy.chunk_length, load, about)
 
     contenders = {label: [contender(name) for name in names] for label, names in groups.items()}
     _warn_of_equal_seeds(contenders)

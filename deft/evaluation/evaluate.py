@@ -66,6 +66,7 @@ def evaluate_run(
     deterministic: bool = True,
     rename_streams: Mapping[str, str] | None = None,
     vector: str | None = None,
+    suite_path: str | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def evaluate_run(
     (`Policy.action_selection`). With `random_policy` uniformly random actions play instead: the baseline, on
     the same seeds. If the environment names its tasks and instructions, the results have a table of each; success rates
     have their Wilson interval. `rename_streams` is {name in the policy: name in the environment}.
-    `vector` is how the environments run (`EnvConfig.vector`), one after the other by default.
+    `vector` is how the environments run (`EnvConfig.vector`), one after the other by default; `suite_path` is the
+    folder of a suite's further files (`EnvConfig.suite_path`).
     `trust_remote_code` allows the modules that the run's files name to be imported.
     """
     check_num_episodes(episodes)
@@ -83,7 +85,7 @@ def evaluate_run(
     folder, config = find_run(Path(path))
     seed_everything(seed)
     kwargs = merge_env_kwargs(env_kwargs, task, split, shuffle_instructions)
-    env_config = env_of_run(config, env, kwargs, rename_streams, vector=vector or "sync")
+    env_config = env_of_run(config, env, kwargs, rename_streams, vector=vector or "sync", suite_path=suite_path)
     seen = config.env.kwargs.get("split", "train")
     if split == "held-out" and seen != "train":
         logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
@@ -243,6 +245,7 @@ def env_of_run(
         kwargs, names = {**own.kwargs, **kwargs}, {**own.rename_streams, **names}
         max_episode_steps = own.max_episode_steps if max_episode_steps is None else max_episode_steps
         settings.setdefault("reward_weights", getattr(own, "reward_weights", {}))
+        settings["suite_path"] = settings.get("suite_path") or own.suite_path
     return EnvConfig(
         id=env_id, kwargs=dict(kwargs), rename_streams=names, max_episode_steps=max_episode_steps, **settings
     )

@@ -42,14 +42,14 @@ MAX_REPORTED = 5  # differences in the message
 SCRIPTED_STEPS = 50  # without an expert
 
 
-def check(suite: Suite, progress: Progress, repeats: int = 1) -> dict[str, Any]:
+def check(suite: Suite, progress: Progress, repeats: int = 1, path: str | None = None) -> dict[str, Any]:
     """Compare a suite with its fingerprint; raise RunError that names the differences."""
     if not suite.fingerprint.is_file():
         raise RunError(f"the suite {suite.name} has no fingerprint; deft suite check {suite.name} --update writes it")
     expected = json.loads(suite.fingerprint.read_text())
     packages = differences(suite)
     for repeat in range(repeats):
-        found = measure(suite, partial(_repeated, progress, repeat, repeats))
+        found = measure(suite, partial(_repeated, progress, repeat, repeats), path=path)
         wrong = [line for task, values in expected["tasks"].items() for line in compare(task, values, found[task])]
         if wrong or packages:
             more = f", and {len(wrong) - MAX_REPORTED} more" if len(wrong) > MAX_REPORTED else ""
@@ -76,14 +76,14 @@ def _repeated(progress: Progress, repeat: int, repeats: int, done: int, total: i
     progress(repeat * total + done, repeats * total, task)
 
 
-def update(suite: Suite, progress: Progress, merge: bool = False) -> dict[str, Any]:
+def update(suite: Suite, progress: Progress, merge: bool = False, path: str | None = None) -> dict[str, Any]:
     """Write the fingerprint of the suite as it is installed, without the numbers that rounding changes.
 
     With `merge`, keep the numbers of the present file that this machine agrees with.
     """
     passes = 1 + len(GRAVITY_SCALES)
     plays = [
-        measure(suite, partial(_repeated, progress, number, passes), scale)
+        measure(suite, partial(_repeated, progress, number, passes), scale, path)
         for number, scale in enumerate((None, *GRAVITY_SCALES))
     ]
     tasks = {task: stable([play[task] for play in plays]) for task in plays[0]}
@@ -114,15 +114,19 @@ def stable(plays: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(suite: Suite, progress: Progress, gravity: float | None = None) -> dict[str, dict[str, Any]]:
+def measure(
+    suite: Suite, progress: Progress, gravity: float | None = None, path: str | None = None
+) -> dict[str, dict[str, Any]]:
     """Return the fingerprint of each task: episode i of the group plays its task i, from seed i.
 
-    With `gravity`, a factor near 1, gravity is multiplied by it and actions have a noise as small.
+    With `gravity`, a factor near 1, gravity is multiplied by it and actions have a noise as small. `path` is the folder
+    of the suite's further files.
     """
     group, found = suite.fingerprint_task, dict[str, dict[str, Any]]()
     tasks = suite.tasks_of(f"{suite.name}/{group}") if group else list(suite.tasks)
     for env_id, played in [(group, tasks)] if group else [(task, [task]) for task in tasks]:
-        env = make_env(EnvConfig(id=f"{suite.name}/{env_id}", kwargs=dict(suite.fingerprint_kwargs)))
+        kwargs = dict(suite.fingerprint_kwargs)
+        env = make_env(EnvConfig(id=f"{suite.name}/{env_id}", kwargs=kwargs, suite_path=path))
         try:
             if gravity is not None and env.has_wrapper_attr("scale_gravity"):
                 env.get_wrapper_attr("scale_gravity")(gravity)

@@ -35,7 +35,12 @@ def play(config: PlayConfig) -> dict[str, Any]:
     env_id = config.env or (None if run else DEFAULT_ENV)
     kwargs = merge_env_kwargs(config.env_kwargs, config.task, None)
     env_config = env_of_run(
-        run[1] if run else None, env_id, kwargs, config.rename_streams, max_episode_steps=config.max_episode_steps
+        run[1] if run else None,
+        env_id,
+        kwargs,
+        config.rename_streams,
+        config.max_episode_steps,
+        suite_path=config.suite_path,
     )
     seed_everything(config.seed)
     records_video = config.video is not None

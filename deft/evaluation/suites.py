@@ -82,7 +82,8 @@ def evaluate_scripted(config: EvaluateConfig, suite: Suite | None = None) -> dic
     check_num_episodes(config.episodes)
     trust.name(config.env, config.env_kwargs)
     kwargs = merge_env_kwargs(config.env_kwargs, config.task, config.split, config.shuffle_instructions)
-    env_config = EnvConfig(id=config.env, kwargs={**(suite.scripted_kwargs if suite else {}), **kwargs})
+    kwargs = {**(suite.scripted_kwargs if suite else {}), **kwargs}
+    env_config = EnvConfig(id=config.env, kwargs=kwargs, suite_path=config.suite_path)
     example = make_env(env_config)
     try:
         if config.policy == EXPERT:
@@ -156,8 +157,8 @@ def check_suite(config: SuiteCheckConfig) -> dict[str, Any]:
     suite.check_installed(f"suite check {suite.name}")
     with _shown_progress(suite.name) as progress:
         if config.update or config.merge:
-            return update(suite, progress, config.merge)
-        return check(suite, progress, config.repeats)
+            return update(suite, progress, config.merge, config.suite_path)
+        return check(suite, progress, config.repeats, config.suite_path)
 
 
 @contextmanager

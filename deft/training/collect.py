@@ -140,6 +140,7 @@ def _env_config(config: CollectConfig, run: AnyRunConfig | None) -> EnvConfig:
         config.max_episode_steps,
         num_envs=min(config.num_envs, config.steps or config.episodes or 1),
         vector=config.vector,
+        suite_path=config.suite_path,
     )
 
 

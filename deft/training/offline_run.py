@@ -185,8 +185,13 @@ def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | No
     if env_id is None:
         return None
     kwargs = config.env.kwargs or (dataset.env_kwargs if config.env.id is None else {})
-    names = config.env.rename_streams
-    return EnvConfig(id=env_id, kwargs=kwargs, max_episode_steps=config.env.max_episode_steps, rename_streams=names)
+    return EnvConfig(
+        id=env_id,
+        kwargs=kwargs,
+        max_episode_steps=config.env.max_episode_steps,
+        rename_streams=config.env.rename_streams,
+        suite_path=config.env.suite_path,
+    )
 
 
 def _names_to_give(env: VectorEnv, names: dict[str, str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def test_switches_and_lists_differ_from_plain_values() -> None:
     assert [flags[name].takes_several for name in ("hidden_sizes", "env_kwargs", "seed")] == [True, True, False]
     assert [flag.name for flag in class_flags(EvaluateConfig)] == [
         "path", "suite", "policy", "video", "videos", "split", "shuffle_instructions", "random_policy", "vector",
-        "env", "task", "rename_streams", "deterministic", "episodes", "seed", "device", "env_kwargs",
+        "env", "task", "rename_streams", "suite_path", "deterministic", "episodes", "seed", "device", "env_kwargs",
     ]  # fmt: skip
 
 

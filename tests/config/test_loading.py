@@ -132,7 +132,7 @@ WRONG: list[tuple[Any, str]] = [
     (
         {"env": {"xyzzy": 1}},
         "env.xyzzy: unknown setting; one of 'id', 'num_envs', 'vector', 'num_workers', 'timeout', 'restart_workers', "
-        "'reward_weights', 'curriculum', 'kwargs', 'max_episode_steps', 'rename_streams'",
+        "'reward_weights', 'curriculum', 'kwargs', 'max_episode_steps', 'rename_streams', 'suite_path'",
     ),
     ({"algorithm": {"cfg": {"gamma": 1.5}}}, "algorithm.cfg.gamma: 1.5 is out of range; must be at most 1"),
     ({"algorithm": {"cfg": {"gamma": -0.5}}}, "algorithm.cfg.gamma: -0.5 is out of range; must be at least 0"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -60,6 +61,11 @@ class Suite:
     """How its papers evaluate; `deft evaluate --suite` prints it, with the number and the length of the episodes."""
     scripted_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for policies that read no observation: without cameras, episodes take less time."""
+    path_variable: str | None = None
+    """The environment variable of the folder with files that no package contains, which `--suite-path` also names.
+
+    The constructor of the environment takes it as `suite_path`. None: the packages are complete.
+    """
     fingerprint_task: str | None = None
     """The group that `deft suite check` plays in one environment; by default each task in an environment of its own."""
     fingerprint_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -101,10 +107,14 @@ class Suite:
         """Return the time limit of the episodes of a task or group."""
         return self.horizons.get(self.find(env_id), self.max_episode_steps)
 
-    def spec(self, env_id: str, num_envs: int = 1) -> EnvSpec:
-        """Return the Gymnasium spec of one of `num_envs` environments."""
+    def spec(self, env_id: str, num_envs: int = 1, path: str | None = None) -> EnvSpec:
+        """Return the Gymnasium spec of one of `num_envs` environments; `path` is the folder of further files."""
         task = self.find(env_id)
         kwargs: dict[str, Any] = {"task": task}
+        if self.path_variable is None and path is not None:
+            raise InputError(f"suite_path {path}: the packages of {self.name} are complete; leave it out")
+        if folder := path or os.environ.get(self.path_variable or ""):
+            kwargs["suite_path"] = str(Path(folder).expanduser().absolute())
         if task in self.groups or self.numbers_episodes:
             # Environment i of N plays the tasks i, i + N, i + 2N, … of the group: each equally often over all of them.
             kwargs["stride"] = num_envs

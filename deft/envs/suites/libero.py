@@ -1,8 +1,8 @@
 """LIBERO: 130 manipulation tasks of a Panda arm in five groups (hf-libero, robosuite 1.4).
 
 `SUITE` describes it; `LiberoEnv` runs in the suite's interpreter (`deft suite install libero`). The package has the
-tasks (bddl files) and the published initial states. Scenes and objects are not on PyPI: `ASSETS_VARIABLE` names the
-folder `assets` of LIBERO.
+tasks (bddl files) and the published initial states. Scenes and objects are not on PyPI: `--suite-path` or
+`ASSETS_VARIABLE` names the folder `assets` of LIBERO.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ SUITE = Suite(
         "images rotated by 180°"
     ),
     scripted_kwargs={"observation": "state"},
+    path_variable=ASSETS_VARIABLE,
     fingerprint_task="spatial",
     fingerprint_kwargs={"observation": "privileged"},
 )
@@ -77,12 +78,13 @@ class LiberoEnv(SuiteEnv):
         observation: str = "images",
         image_size: int = 256,
         stride: int = 1,
+        suite_path: str | None = None,
         render_mode: str | None = None,
     ) -> None:
         self._tasks = SUITE.tasks_of(f"{SUITE.name}/{task}")
         super().__init__(SUITE, self._tasks[0], observation, SUCCESS, render_mode)
         self._size, self._stride = check_image_size(image_size), check_whole("stride", stride, 1)
-        self._assets = find_assets(os.environ.get(ASSETS_VARIABLE))
+        self._assets = find_assets(suite_path)
         self._longest = max(len(SUITE.tasks[name]) for name in self._tasks)
         self._number: int | None = None
         self._simulator: Any = None
@@ -155,13 +157,13 @@ class LiberoEnv(SuiteEnv):
 
 def find_assets(given: str | None) -> Path:
     """Return the folder of scenes and objects; raise InputError that names what is missing."""
-    remedy = f"set {ASSETS_VARIABLE} to the folder libero/libero/assets of LIBERO's repository"
+    remedy = f"--suite-path or {ASSETS_VARIABLE} must name the folder libero/libero/assets of LIBERO's repository"
     if not given:
         raise InputError(f"libero: its scenes and objects are not on PyPI; {remedy}")
     folder = Path(given).expanduser()
     missing = [name for name in SCENES if not (folder / name).is_dir()]
     if missing:
-        raise InputError(f"{ASSETS_VARIABLE} {folder}: has no folder {', '.join(missing)}; {remedy}")
+        raise InputError(f"{folder}: has no folder {', '.join(missing)}; {remedy}")
     return folder
 
 

@@ -52,11 +52,11 @@ def test_a_file_of_states_runs_no_code(tmp_path):
 
 
 def test_missing_assets_are_named(tmp_path):
-    with pytest.raises(InputError, match="are not on PyPI; set DEFT_LIBERO_ASSETS to the folder"):
+    with pytest.raises(InputError, match="are not on PyPI; --suite-path or DEFT_LIBERO_ASSETS must name"):
         libero.find_assets(None)
     for name in libero.SCENES[1:]:
         (tmp_path / name).mkdir()
-    with pytest.raises(InputError, match="has no folder scenes; set DEFT_LIBERO_ASSETS"):
+    with pytest.raises(InputError, match="has no folder scenes; --suite-path or DEFT_LIBERO_ASSETS must name"):
         libero.find_assets(str(tmp_path))
     (tmp_path / "scenes").mkdir()
     assert libero.find_assets(str(tmp_path)) == tmp_path
@@ -105,10 +105,9 @@ def test_episodes_take_the_initial_states_in_turn(tmp_path, monkeypatch):
     write_states(tmp_path / "states", np.arange(50.0).reshape(50, 1))
     for name in libero.SCENES:
         (tmp_path / name).mkdir()
-    monkeypatch.setenv("DEFT_LIBERO_ASSETS", str(tmp_path))
     monkeypatch.setattr(libero.LiberoEnv, "_file", lambda *_: tmp_path / "states")
     monkeypatch.setattr(libero.LiberoEnv, "_make", lambda self, task: made.append(task) or Simulator(log))
-    env = libero.LiberoEnv("spatial", image_size=16, stride=10)
+    env = libero.LiberoEnv("spatial", image_size=16, stride=10, suite_path=str(tmp_path))
     observation, info = env.reset(seed=505)
     assert env.observation_space.contains(observation)
     assert info["task"] == libero.GROUPS["spatial"][5]
@@ -126,5 +125,11 @@ def test_a_suite_without_assets_is_one_line(capsys, monkeypatch):
     if state_of(SUITE) != INSTALLED:
         pytest.skip("the suite libero is not installed: deft suite install libero")
     monkeypatch.delenv("DEFT_LIBERO_ASSETS", raising=False)
-    assert main(["evaluate", "--suite", "libero/spatial", "--policy", "random", "--episodes", "1"]) == 2
-    assert "libero: its scenes and objects are not on PyPI; set DEFT_LIBERO_ASSETS" in capsys.readouterr().err
+    evaluate = ["evaluate", "--suite", "libero/spatial", "--policy", "random", "--episodes", "1"]
+    assert main(evaluate) == 2
+    assert (
+        "libero: its scenes and objects are not on PyPI; --suite-path or DEFT_LIBERO_ASSETS must"
+        in capsys.readouterr().err
+    )
+    assert main([*evaluate, "--suite-path", "nowhere"]) == 2
+    assert "nowhere: has no folder scenes, articulated_objects" in capsys.readouterr().err

@@ -146,6 +146,45 @@ def test_one_environment_in_this_process(installed):
     chunked.close()
 
 
+def test_the_spec_has_the_arguments_that_were_given_and_no_others(installed):
+    """Datasets record the spec; task and stride come from the id and the number of environments."""
+    env = make_env(EnvConfig(id="fake/far", kwargs={"reports": False}))
+    assert env.spec.kwargs == {"reports": False}
+    env.close()
+
+
+def test_the_folder_of_further_files(installed, monkeypatch, tmp_path):
+    suite = dataclasses.replace(installed, path_variable="FAKE_SUITE_PATH")
+    monkeypatch.setattr(fake_suite, "SUITE", suite)
+    monkeypatch.setenv("FAKE_SUITE_PATH", "/of/the/variable")
+    monkeypatch.chdir(tmp_path)
+
+    def found(**settings):
+        env = make_env(EnvConfig(id="fake/far", **settings))
+        try:
+            return env.suite_path, env.spec.kwargs
+        finally:
+            env.close()
+
+    assert found() == ("/of/the/variable", {})
+    assert found(suite_path="scenes") == (str(tmp_path / "scenes"), {})  # the flag takes precedence
+    monkeypatch.delenv("FAKE_SUITE_PATH")
+    assert suite.spec("fake/far").kwargs == {"task": "far"}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "complaint"),
+    [
+        ("fake/far", "suite_path scenes: the packages of fake are complete; leave it out"),
+        ("reach", "suite_path scenes: reach is of no suite; leave it out"),
+    ],
+)
+def test_a_folder_that_nothing_reads_is_an_error(env_id, complaint, installed):
+    for make in (make_env, make_vector_env):
+        with pytest.raises(InputError, match=complaint):
+            make(EnvConfig(id=env_id, suite_path="scenes"))
+
+
 @pytest.mark.parametrize(
     ("env_id", "complaint"),
     [
