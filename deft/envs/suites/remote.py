@@ -6,6 +6,7 @@ Training and evaluation use `ProcessVectorEnv` directly.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,8 @@ class RemoteEnv(gymnasium.Env):
     """An environment in a worker process of a suite's interpreter; it also has the methods of that environment."""
 
     def __init__(self, suite: Suite, recipe: EnvRecipe, render_mode: str | None = None, timeout: float = 60.0) -> None:
-        self.spec = recipe.spec
+        # Datasets record it: the id defines the task, and other machines have other folders.
+        self.spec = dataclasses.replace(recipe.spec, kwargs=dict(recipe.kwargs))
         self.render_mode = render_mode
         # A restarted worker would continue in another episode.
         self._worker = ProcessVectorEnv(
