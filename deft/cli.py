@@ -322,7 +322,7 @@ def _evaluate_phase(phase: str, config: Any) -> Outcome:
             flag = "--" + name.replace("_", "-")
             raise InputError(f"{flag}: a run of phase {phase} is evaluated on held-out scenes of its own environment")
     module = "training.phases.evaluation"
-    table = "evaluation.world_model:teacher_table" if phase == "teacher" else f"{module}:explorer_table"
+    table = f"{module}:world_model_table" if phase == "teacher" else f"{module}:explorer_table"
     given = (config.path, config.episodes, config.video, config.seed, config.device)
     results = _load(f"{module}:evaluate_{phase}")(*given)
     below = ("episodes", "frames", "action_selection", "checkpoint", "checkpoint_choice", "plots", "video")

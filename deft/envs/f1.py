@@ -30,7 +30,6 @@ PHASES = ("teacher", "student")
 STATE_LIMIT = 2.0  # states are from -1 to 1 within the robot's limits
 
 # Cells of visited poses
-ROBOT_BIT, OBJECT_BIT = 2, 4  # the collision bits of `deft.envs.tabletop.model`
 CELL = 0.05  # metres
 TURNS = 2.0  # cells per unit along each axis of the direction of the hand
 STATE_CELLS = 10.0  # for simulators without a pose: cells per unit along each dim of the state
@@ -231,17 +230,41 @@ class StudentEnv(F1RLEnv):
         super().__init__(task_config, "student", **arguments)
 
 
-class WatchedEnv(StudentEnv):
-    """`StudentEnv` with the head camera (for the world model, not for the student) and counts, for evaluation.
+class ContactEnv(StudentEnv):
+    """`StudentEnv` with the head camera (for the world model, not for the student) that counts touched objects.
 
-    It counts visited hand poses and touched objects; a policy does not see the counts.
+    A policy does not see the count, and no reward depends on it.
     """
 
     def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
         """The arguments of `StudentEnv`."""
         super().__init__({**(task_config or {}), "need_head_camera": True}, **arguments)
-        self._cells: list[tuple[int, ...]] = []
         self._contacts = 0
+        self._taken = 0
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute an action, and count a contact."""
+        result = super().step(action)
+        simulator = self.simulator.unwrapped
+        if isinstance(simulator, TabletopEnv):
+            self._contacts += simulator.simulation.touches_object()
+        return result
+
+    def take_contacts(self) -> int | None:
+        """Return the steps since the last call after which the robot touched an object; None if that is not known."""
+        if not isinstance(self.simulator.unwrapped, TabletopEnv):
+            return None
+        found, self._taken = self._contacts - self._taken, self._contacts
+        return found
+
+
+class WatchedEnv(ContactEnv):
+    """`ContactEnv` that also counts visited poses of the hand, for evaluation."""
+
+    def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        """The arguments of `StudentEnv`."""
+        super().__init__(task_config, **arguments)
+        self._cells: list[tuple[int, ...]] = []
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute an action, and count the new hand pose and contacts."""
@@ -251,8 +274,6 @@ class WatchedEnv(StudentEnv):
             simulation = simulator.simulation
             position, direction = simulation.tcp / CELL, simulation.tcp_rotation[:, 2] * TURNS
             self._cells.append((*map(int, np.floor(position)), *map(int, np.rint(direction))))
-            bits = simulation.model.geom_contype[simulation.data.contact.geom]
-            self._contacts += bool(((bits == ROBOT_BIT).any(1) & (bits == OBJECT_BIT).any(1)).any())
         else:
             self._cells.append(tuple(map(int, np.floor(result[0][schema.STATE] * STATE_CELLS))))
         return result

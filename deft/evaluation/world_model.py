@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -327,18 +327,8 @@ def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORI
     measured: dict[str, list[Tensor]] = {name: [] for name in ("wm_acc", "copy_acc", "psnr", "copy_psnr")}
     size = policy.config.tokenizer.image_size
     for batch in batches:
-        memory = _initial_memory(policy, len(batch.lengths))
-        for start in range(0, min(batch.longest, LONGEST) - horizon + 1, horizon):
-            rows = torch.nonzero(batch.lengths >= start + horizon).flatten()
-            if not len(rows):
-                break
+        for start, rows, found in rolled_out(policy, batch, horizon, horizon):
             columns = rows.to(policy.device)
-            first = batch.steps(rows, torch.full_like(rows, start))
-            history = first[schema.ACTION_HISTORY]
-            first[schema.ACTION_HISTORY] = torch.cat([torch.zeros_like(history[:, :1]), history[:, :-1]], 1)
-            actions = batch.streams["action"][columns, start : start + horizon]
-            before = None if memory is None else memory[:, columns]
-            found = roll_out(policy, first, actions, before)
             codes = batch.streams["codes"][columns].long()
             target, last = codes[:, start + 1 : start + horizon + 1], codes[:, start : start + 1]
             wrist = batch.streams["wrist"][columns, start : start + horizon + 1]
@@ -348,12 +338,34 @@ def open_loop(policy: F1Policy, batches: list[EpisodeBatch], horizon: int = HORI
             measured["copy_acc"].append((last == target).float().mean(-1))
             measured["psnr"].append(psnr(found["images"].flatten(0, 1).float(), truth).view(-1, horizon))
             measured["copy_psnr"].append(psnr(still, truth).view(-1, horizon))
-            if memory is not None:
-                walked = batch.chunk(start, horizon)
-                assert walked is not None
-                there = walked[1].to(policy.device)
-                memory[:, there] = policy.forward_memory_only(walked[0], memory[:, there])
     return {name: torch.cat(values).mean(0).tolist() if values else [] for name, values in measured.items()}
+
+
+@torch.no_grad()
+def rolled_out(
+    policy: F1Policy, batch: EpisodeBatch, horizon: int, every: int
+) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
+    """Yield what `roll_out` predicts for the `horizon` steps after every `every`-th step: start, rows, predictions.
+
+    The memory before a start is that of the true steps before it. `rows` are the episodes that are long enough.
+    """
+    memory = _initial_memory(policy, len(batch.lengths))
+    for start in range(0, min(batch.longest, LONGEST) - horizon + 1, every):
+        rows = torch.nonzero(batch.lengths >= start + horizon).flatten()
+        if not len(rows):
+            break
+        raise_if_stopped()
+        columns = rows.to(policy.device)
+        first = batch.steps(rows, torch.full_like(rows, start))
+        history = first[schema.ACTION_HISTORY]
+        first[schema.ACTION_HISTORY] = torch.cat([torch.zeros_like(history[:, :1]), history[:, :-1]], 1)
+        actions = batch.streams["action"][columns, start : start + horizon]
+        yield start, rows, roll_out(policy, first, actions, None if memory is None else memory[:, columns])
+        if memory is not None:
+            walked = batch.chunk(start, every)
+            assert walked is not None
+            there = walked[1].to(policy.device)
+            memory[:, there] = policy.forward_memory_only(walked[0], memory[:, there])
 
 
 def plot_horizons(results: dict[str, list[float]], folder: Path) -> list[Path]:

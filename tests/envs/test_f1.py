@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from deft import schema
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, make_env, make_vector_env
-from deft.envs.f1 import CELL, F1RLEnv, StudentEnv, TeacherEnv, WatchedEnv
+from deft.envs.f1 import CELL, ContactEnv, F1RLEnv, StudentEnv, TeacherEnv, WatchedEnv
 from deft.envs.history import executed_action, prediction_pair
 from deft.envs.tabletop.control import CONTROL_MODES, action_mask
 from deft.envs.tabletop.env import TabletopEnv
@@ -423,4 +423,13 @@ def test_a_tally_of_poses_and_contacts():
     cells, contacts = env.tally()
     assert len(set(cells)) > 5
     assert 3 <= contacts < len(cells)  # from the grasp on, and not on the way there
+    assert env.take_contacts() == contacts
+    assert env.take_contacts() == 0  # since the last call
+    assert env.tally()[1] == contacts
     env.close()
+
+
+def test_contacts_are_not_known_in_other_worlds():
+    env = ContactEnv(NUMBERED)
+    env.reset(seed=0)
+    assert env.take_contacts() is None

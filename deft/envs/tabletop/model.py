@@ -38,7 +38,8 @@ WALL_TOP = 1.7
 # Collision bits (contype, conaffinity). Two geoms collide if the contype of one shares a bit with the conaffinity of
 # the other: table 1, robot 2, objects 4, fence 8. The fence, four planes at the table's edges, collides only with
 # objects and keeps them on the table.
-_OBJECT_BITS = 'contype="4" conaffinity="15"'
+ROBOT_BIT, OBJECT_BIT = 2, 4
+_OBJECT_BITS = f'contype="{OBJECT_BIT}" conaffinity="15"'
 
 # Rows of `qpos` and `qvel`.
 ARM = slice(0, panda.NUM_JOINTS)

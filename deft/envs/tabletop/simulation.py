@@ -19,6 +19,8 @@ from deft.envs.tabletop.model import (
     FINGERS,
     HEAD_CAMERA,
     NUM_ROBOT,
+    OBJECT_BIT,
+    ROBOT_BIT,
     WRIST_CAMERA,
     compile_scene,
 )
@@ -112,6 +114,16 @@ class Simulation:
         """Return the task objects' angles about the vertical axis."""
         return np.array([math.atan2(2 * (w * z + x * y), 1 - 2 * (y * y + z * z)) for w, x, y, z in self.quaternions])
 
+    def touches_object(self) -> bool:
+        """Return whether the robot is in contact with an object."""
+        bits = self.model.geom_contype[self.data.contact.geom]
+        return bool(((bits == ROBOT_BIT).any(1) & (bits == OBJECT_BIT).any(1)).any())
+
+    @property
+    def all_poses(self) -> np.ndarray:
+        """A copy of the poses of all objects: position and quaternion, [objects, 7]."""
+        return self._poses.copy()
+
     def images(self, cameras: Sequence[str], size: int) -> list[np.ndarray]:
         """Return the cameras' images, uint8 [size, size, 3] each; valid until the next call in this thread."""
         numbers = [self.cameras[name] for name in cameras]
@@ -136,3 +148,28 @@ class Simulation:
         for name, count in saved["counts"].items():
             setattr(data, name, count)
         mujoco.mj_setState(model, data, saved["state"], _STATE)
+
+
+class StillObjects:
+    """Images of a simulation with its robot as it is and its objects as they were at an earlier time.
+
+    The difference from the true image is what changed because objects moved, and not because the robot and its camera
+    did. Lights and textures are the simulation's present ones. The simulation is not changed: the images are made from
+    a copy of the positions, in which no object sleeps.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._data = mujoco.MjData(simulation.model)
+        mujoco.mj_forward(simulation.model, self._data)  # the positions of walls and floor, which never change
+        self._culling = Culling(simulation.model, self._data)
+
+    def images(self, poses: np.ndarray, cameras: Sequence[str], size: int) -> list[np.ndarray]:
+        """Return images with the objects at `poses` (`Simulation.all_poses`); valid until the next call."""
+        simulation, data = self._simulation, self._data
+        data.qpos[:NUM_ROBOT] = simulation.data.qpos[:NUM_ROBOT]
+        data.qpos[NUM_ROBOT:] = poses.reshape(-1)
+        mujoco.mj_kinematics(simulation.model, data)
+        mujoco.mj_camlight(simulation.model, data)
+        numbers = [simulation.cameras[name] for name in cameras]
+        return renderer().render(simulation.model, data, self._culling, numbers, size)

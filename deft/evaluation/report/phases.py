@@ -66,7 +66,24 @@ def evaluation_charts(evaluation: Mapping[str, Any]) -> list[str]:
                 for index, (name, key) in enumerate((("world model", own), ("last frame seen", copy)))
             ]
             charts.append(line_chart(title, curves, "frames ahead"))
+    charts += interaction_charts(evaluation.get("interaction") or {})
     charts += [bar_chart(title, named_bars(bars)) for title, bars in (evaluation.get("bars") or {}).items()]
+    return charts
+
+
+def interaction_charts(found: Mapping[str, Any]) -> list[str]:
+    """Return the open-loop predictions of moved objects and of all else on held-out interaction."""
+    charts = []
+    for part, title in (("moved", "Interaction, moved objects"), ("rest", "Interaction, all else")):
+        curves = []
+        for index, (name, key) in enumerate((("world model", "psnr"), ("last frame seen", "copy_psnr"))):
+            known = [(int(ahead), one[part][key]) for ahead, one in (found.get("open_loop") or {}).items()]
+            points = [(ahead, value) for ahead, value in known if value is not None]
+            if points:
+                ahead, values = (np.array(column, float) for column in zip(*points, strict=True))
+                curves.append(Series(name, (ahead, values), index))
+        if curves:
+            charts.append(line_chart(f"{title}: PSNR, dB", curves, "steps ahead"))
     return charts
 
 

@@ -113,8 +113,9 @@ class F1Policy(nn.Module):
         `wm_loss_weight` · world-model loss. `memory_state` (here or in the batch) is the memory before the first
         step; the returned memory is that after the last step, with its gradient: detach it between chunks. If episodes
         end within a sequence, `step_mask` [T, B] marks the real steps; the others are ignored. `by_step` adds for
-        every row the cross-entropy (`wm_losses`), the accuracy (`wm_accuracies`), the mean entropy of its codes
-        (`wm_entropies`), and the memory's output after it (`remembered`, […, hidden]), for evaluation and rewards.
+        every row the cross-entropy (`wm_losses`), the accuracy (`wm_accuracies`), both by code (`wm_token_losses`,
+        `wm_token_hits`, […, L]), the mean entropy of its codes (`wm_entropies`), and the memory's output after it
+        (`remembered`, […, hidden]), for evaluation and rewards.
         """
         inputs = self._prepare(batch, memory_state, with_target=True, hide=self.training)
         before, after, memory_state = self._remember(inputs, memory_backprop)
@@ -136,6 +137,8 @@ class F1Policy(nn.Module):
         if by_step:
             results["wm_losses"] = losses.detach().mean(1).view(inputs.leading)
             results["wm_accuracies"] = correct.mean(1).view(inputs.leading)
+            results["wm_token_losses"] = losses.detach().unflatten(0, inputs.leading)
+            results["wm_token_hits"] = correct.unflatten(0, inputs.leading)
             results["wm_entropies"] = token_entropy(logits.detach()).view(inputs.leading)
             if after is not None:
                 results["remembered"] = after.detach().unflatten(0, inputs.leading)

@@ -137,6 +137,7 @@ class AdversarialTrainer(WorldModelTrainer):
             metrics["train/reward"] = found.rollout[schema.NEXT_REWARD].mean()
             spread, saturated = action_spread(found, game.explorer_scale)
             metrics |= {"game/action_spread": spread, "game/actions_at_limit": saturated}
+            metrics |= {f"train/{name}": value for name, value in found.observed().items()}
             self._keep(found.episodes, random)
             self.partial = metrics, []
             rollouts.append(found.rollout)

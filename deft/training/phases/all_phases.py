@@ -135,6 +135,7 @@ def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
                 "cross-entropy, nats": one["cross_entropy"],
                 "codes predicted, %": 100 * one["wm_acc"],
                 "by copying, %": 100 * one["copy_acc"],
+                **interaction_values(one),
                 "updates in all": updates[name],
             },
         }
@@ -147,6 +148,16 @@ def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
         "equal numbers.",
         "rows": rows,
         "bars": {"Cross-entropy, nats a code": {name: one["cross_entropy"] for name, one in found.items()}},
+    }
+
+
+def interaction_values(measured: dict[str, Any]) -> dict[str, float | None]:
+    """The cross-entropy of moved objects and of free motion, where they were measured."""
+    if "interaction" not in measured:
+        return {}
+    return {
+        "moved objects, nats": measured["interaction"]["moved"]["cross_entropy"],
+        "free motion, nats": measured["free_motion"]["cross_entropy"],
     }
 
 

@@ -21,8 +21,9 @@ from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import WatchedEnv
 from deft.errors import DeftError
+from deft.evaluation.interaction import free_episodes, interaction_lines, measure_interaction
 from deft.evaluation.predictions import PredictedEpisode, draw_sample, predict_episode, write_prediction_video
-from deft.evaluation.world_model import EVALUATION_FILE, coded_batches, plot_horizons
+from deft.evaluation.world_model import EVALUATION_FILE, coded_batches, plot_horizons, teacher_table
 from deft.evaluation.world_model import measure as measure_world_model
 from deft.models.f1.explorer import ExplorerPolicy, load_explorer, new_explorer
 from deft.models.f1.loading import load_f1_policy
@@ -36,6 +37,7 @@ from deft.runs.random_state import separate_random_state
 from deft.training.phases.adversarial import load_game_explorer
 from deft.training.phases.exploration import InlineExplorer, has_scripts, held_out_episodes, make_exploration
 from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_envs
+from deft.training.phases.interaction import interaction_episodes
 from deft.training.phases.recorded import DatasetExplorer
 from deft.training.phases.rewards import GameReward
 from deft.training.phases.student import check_world_model, load_teacher
@@ -45,7 +47,7 @@ ENVS_TOGETHER = 8
 Act = Callable[[TensorDict], TensorDictBase]
 EXPLORED = {  # label in the report, label and digits in the table
     "cells": ("Poses visited, cells", "poses visited, cells", 0),
-    "contacts": ("Steps in contact with an object", "steps in contact", 0),
+    "contacts_per_1000": ("Contacts with objects per 1,000 steps", "contacts per 1,000 steps", 1),
     "wm_error": ("World-model error a step, nats", "world-model error, nats", 3),
 }
 WORLD_MODEL_MEASURES = ("cross_entropy", "wm_acc", "copy_acc", "wm_acc_forced", "copy_acc_forced", "psnr", "copy_psnr")
@@ -65,7 +67,8 @@ def explore(
     """What the explorer (or, with `random`, uniformly random actions) finds in held-out scenes.
 
     `cells` of a grid of the hand's poses that were visited, `contacts`: steps in which the robot touched an object,
-    `wm_error`: the world model's cross-entropy a step, `memory_divergence`: the distance of both memories.
+    and the same per 1,000 steps, `wm_error`: the world model's cross-entropy a step, `memory_divergence`: the distance
+    of both memories.
     """
     exploration = make_exploration(config, world_model, held_out=True)
     exploration.seed = seed
@@ -82,6 +85,7 @@ def explore(
         "steps": float(found.rollout.numel()),
         "cells": float(len({cell for cells, _ in tallies for cell in cells})),
         "contacts": float(sum(contacts for _, contacts in tallies)),
+        "contacts_per_1000": 1000.0 * sum(contacts for _, contacts in tallies) / found.rollout.numel(),
         "wm_error": float(measures.error.mean()),
     }
     if not random:  # random actions do not depend on the memory
@@ -125,6 +129,9 @@ def evaluate_teacher(
         explorer.close()
     batches = coded_batches(policy, found)
     results = measure_world_model(policy, batches)
+    if config.training.dataset is None and has_scripts(config):
+        results |= with_interaction({"": policy}, config, found, episodes, seed)[""]
+        results["bars"] = interaction_bars({"world model": results})
     results["plots"] = [str(plot) for plot in plot_horizons(results["open_loop"], folder.parent / "plots")]
     return _finish(results, path, folder, predict_episode(policy, batches[0]), video)
 
@@ -168,6 +175,10 @@ def evaluate_adversarial(
         results["noise"] = noise_rewards(reward, explorer, policy, config, episodes, seed)
     results |= {name: results["world_model"]["present"][name] for name in WORLD_MODEL_MEASURES}
     results["bars"] = _bars(results, "explorer")
+    measured = {name: one for name, one in reversed(results["world_model"].items()) if "interaction" in one}
+    results["bars"] |= interaction_bars(measured)
+    if "interaction" in results["world_model"]["present"]:
+        results |= {name: results["world_model"]["present"][name] for name in ("interaction", "free_motion")}
     return _finish(results, path, folder, predict_episode(policy, found.batch(policy)), video)
 
 
@@ -184,10 +195,42 @@ def compare_world_models(
     """
     first = next(iter(policies.values()))
     found = held_out_episodes(config, first, episodes, seed) if found is None else found
-    return {
+    results = {
         name: measure_world_model(policy, coded_batches(policy, found), ablations=False, horizon=0)
         for name, policy in policies.items()
     }
+    if has_scripts(config):
+        random = found[: len(found) - len(found) // 2]
+        for name, more in with_interaction(policies, config, random, episodes, seed).items():
+            results[name] |= more
+    return results
+
+
+def with_interaction(
+    policies: dict[str, F1Policy], config: PhaseConfig, free: list[RobotEpisode], episodes: int, seed: int
+) -> dict[str, dict[str, Any]]:
+    """The `interaction` measures of world models on the same new held-out episodes, and `free_motion` on others."""
+    found = interaction_episodes(config, next(iter(policies.values())), episodes, seed)
+    still = free_episodes(free)
+    return {
+        name: {"interaction": measure_interaction(policy, found), "free_motion": measure_interaction(policy, still)}
+        for name, policy in policies.items()
+    }
+
+
+def interaction_bars(measured: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """What a report draws of world models on interaction."""
+    bars: dict[str, dict[str, float]] = {}
+    for name, results in measured.items():
+        parts = (
+            ("Cross-entropy of moved objects, nats", results["interaction"]["moved"]),
+            ("Cross-entropy of all else, nats", results["interaction"]["rest"]),
+            ("Cross-entropy in free motion, nats", results["free_motion"]),
+        )
+        for title, part in parts:
+            if part["cross_entropy"] is not None:
+                bars.setdefault(title, {})[name] = part["cross_entropy"]
+    return bars
 
 
 def noise_rewards_of_run(
@@ -275,6 +318,11 @@ def _finish(
     return results
 
 
+def world_model_table(results: dict[str, Any]) -> str:
+    """The measures of a teacher as lines for a person."""
+    return "\n".join([teacher_table(results), *interaction_lines(results)])
+
+
 def explorer_table(results: dict[str, Any]) -> str:
     """The measures as lines for a person."""
     rows = {name: results[name] for name in ("explorer", "random", "untrained") if name in results}
@@ -286,6 +334,7 @@ def explorer_table(results: dict[str, Any]) -> str:
     for name, found in results.get("world_model", {}).items():
         accuracy = f"{100 * found['wm_acc']:.2f} % of the codes ({100 * found['copy_acc']:.2f} by copying)"
         lines.append(f"world model {name}: cross-entropy {found['cross_entropy']:.4f}, {accuracy}")
+        lines += [f"  {line}" for line in interaction_lines(found)]
     for name, found in results.get("noise", {}).items():
         paid = f"{found['reward']:+.4f} ± {found['standard_error']:.4f}"
         lines.append(f"reward of a step, {name.replace('_', ' ')}: {paid} (error {found['error']:.3f})")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from deft.algorithms.ppo import PPO
 from deft.config.f1_settings import ExplorerSettings
 from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
-from deft.envs.f1 import F1RLEnv, StudentEnv, read_task_config
+from deft.envs.f1 import ContactEnv, F1RLEnv, read_task_config
 from deft.envs.history import executed_action
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
@@ -55,8 +55,8 @@ ACTING_RATE = 0.1  # the learning rate of the parameters that act, relative to t
 
 
 def make_student_env(environment: Mapping[str, Any]) -> F1RLEnv:
-    """The student's environment, with the head camera for the world model."""
-    return StudentEnv({**environment, "need_head_camera": True})
+    """The student's environment, with the head camera for the world model and a count of contacts."""
+    return ContactEnv(environment)
 
 
 def open_envs(
@@ -82,6 +82,7 @@ class Collected:
     episodes: list[RobotEpisode]  # with head camera and codes
     positions: list[tuple[int, int]]  # of each: its first step and its column in the rollout
     remembered: Tensor  # [T, N, hidden]: the explorer's memory after each step
+    contacts: int | None = None  # steps after which the robot touched an object, where the environment knows
     terms: dict[str, Tensor] = field(default_factory=dict)  # the reward's, [T, N] each
 
     def batch(self, policy: F1Policy) -> EpisodeBatch:
@@ -102,6 +103,10 @@ class Collected:
         for start, column in self.positions:
             found[start, column] = True
         return found
+
+    def observed(self) -> dict[str, float]:
+        """What is observed of the episodes, and is no part of a reward: contacts with objects per 1,000 steps."""
+        return {} if self.contacts is None else {"contacts_per_1000": 1000.0 * self.contacts / self.rollout.numel()}
 
     def pay(self, reward: Tensor, terms: dict[str, Tensor] | None = None) -> None:
         """Put the reward [T, N] into the rollout."""
@@ -164,6 +169,7 @@ class ExplorerRollouts:
             [episode for one in rounds for episode in one.episodes],
             [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.positions],
             torch.cat([one.remembered for one in rounds], 1),
+            _total([one.contacts for one in rounds]),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,6 +191,7 @@ class ExplorerRollouts:
         explorer, count = self.explorer, self.env.num_envs
         numbers, seeds = self._next_scenes()
         seen, reached = [self._frames(self.env.reset(seeds))], list[TensorDict]()  # before and after each step
+        self.env.call("take_contacts")  # of a rollout that was stopped
         memory, noise = explorer.initial_memory(count), explorer.draw_noise(count)
         steps: list[TensorDictBase] = []
         remembered: list[Tensor] = []
@@ -255,7 +262,8 @@ class ExplorerRollouts:
                 episodes.append(RobotEpisode(**streams, action=action, number=number))
                 positions.append((start, column))
                 start = end
-        return Collected(found, episodes, positions, torch.stack(remembered))
+        contacts = _total(self.env.call("take_contacts"))
+        return Collected(found, episodes, positions, torch.stack(remembered), contacts)
 
     def _next_scenes(self) -> tuple[list[int], list[int]]:
         """The numbers of the next round's episodes, and the seeds of their scenes, kept for `scenes_kept` rounds."""
@@ -289,6 +297,11 @@ class ExplorerRollouts:
             td = {schema.OBSERVATION: _observation(frames[rows]), schema.MEMORY: memory[rows]}
             values[truncated] = self.explorer.get_value(TensorDict(td, batch_size=[len(rows)])).cpu()
         return values
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """The sum; None if a count is not known."""
+    return None if any(count is None for count in counts) else sum(count or 0 for count in counts)
 
 
 def _observation(frames: TensorDict) -> TensorDict:

@@ -45,6 +45,7 @@ PANELS = {
     "train/memory_divergence": "Memory divergence D",
     "train/wm_error": "World model's error, nats",
     "train/wm_uncertainty": "World model's uncertainty, nats",
+    "train/contacts_per_1000": "Contacts per 1,000 steps",
     "train/approx_kl": "Approximate KL",
     "train/explained_variance": "Explained variance",
     **{
@@ -184,6 +185,7 @@ def exploration_metrics(found: Collected, measures: Measures) -> Metrics:
         "train/wm_error": measures.error.mean(),
         "train/wm_uncertainty": measures.uncertainty.mean(),
         "train/action_size": measures.action_size.mean(),
+        **{f"train/{name}": value for name, value in found.observed().items()},
         **{f"reward/{name}": term.mean() for name, term in found.terms.items()},
     }
 
