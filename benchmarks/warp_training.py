@@ -74,7 +74,7 @@ def make_config(num_envs: int, arguments: argparse.Namespace, directory: str) ->
         "domain_randomization": LOOKS,
         "num_scenes": arguments.num_scenes,
     }
-    model = {"bottleneck": 0, "switch_dims": [-1]}
+    model = {"bottleneck": 0, "switch_dims": [-1], "vision": arguments.vision}
     own = {"compile": arguments.compile}
     if arguments.algorithm == "grpo":  # groups begin together: episodes are not staggered
         own = {"group_size": min(8, num_envs), "max_resamples": 0}
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="measured without timers, and as many with")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the update's forward pass")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "tf32", "bf16"])
+    parser.add_argument("--vision", default="cells", choices=["cells", "convolutions"])
     parser.add_argument("--host", action="store_true", help="copy every step to the host")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

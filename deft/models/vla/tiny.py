@@ -7,7 +7,6 @@ these weights. One forward pass gives the features [B, F] that the action head a
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,22 +22,19 @@ from deft.errors import InputError
 from deft.models.chunks import Chunks
 from deft.models.denoising import DENOISING_CHUNKS, Denoising
 from deft.models.normalization import RunningNormalizer
+from deft.models.vla.cameras import ENCODERS, LEAST_CELLS, TEXT_DIM, CameraEncoder
 from deft.models.vla.heads import ROUNDING, GaussianChunks, SwitchedChunks, TokenChunks
 from deft.models.vla.interface import Sample
 from deft.models.vla.spec import ProprioSpec
 from deft.models.vla.streams import Observations, StreamVLA, read_stream, square_images
 
 IMAGE_MULTIPLE = 16  # image sizes are multiples of it, in pixels
-CHANNELS = 24
-QUERIES, WORD_QUERIES = 16, 8  # image queries, and those of them computed from the text
-APPEARANCE_DIM = 4  # features of the image at the position of a query
 POSITIONS_DIM = 24  # predicted object positions, and further learned features after them
-WORD_BUCKETS, MAX_WORDS, TEXT_DIM = 1024, 16, 64
+WORD_BUCKETS, MAX_WORDS = 1024, 16
 TASK_DIM = 8  # text features that the trunk reads directly: they identify the task, not the object
 SPACE_BYTE = 32
 HEADS = ("gaussian", "token", *DENOISING_CHUNKS)
 IMITATION = ("absolute", "squared")
-SHARPNESS = 5.0  # inverse temperature of the attention of a query; with 1 it learns several times as slowly
 VALUE_SCALE = 10.0  # factor on the output: the value learns faster than the policy at the same learning rate
 MAX_OBSERVED = 20_000  # number of observations in the normalisation statistics
 PROPRIO_EPSILON = 1e-4  # added to a variance: dims that are almost constant in the data are not amplified
@@ -107,77 +103,6 @@ def _powers(count: int, device: torch.device) -> Tensor:
         return torch.tensor([pow(31, i, 65_521) for i in range(count)], device=device)
 
 
-class CameraEncoder(nn.Module):
-    """Encode an image as positions and appearances of what learned queries and queries of the text attend to.
-
-    The image is divided into cells of `cell` pixels; each is encoded from a patch twice as wide: f = relu(V relu(W
-    pixels)). A query q, learned or computed from the text, attends to the cells:  p = softmax(5 f q);  out = (Σ p x,
-    Σ p y, max f q, Σ p L f): position, confidence and appearance. Neighbouring patches overlap, so that an object
-    between two cells gets a position between them. All layers are matrix products: on a CPU the gradient of a
-    convolution costs several times as much.
-
-    The layers of the cells may compute in bfloat16 (`dtype`): they take most of the time and memory. What is pooled
-    over cells is in float32, since a position in bfloat16 has steps of 0.4 % of the image.
-    """
-
-    grid: Tensor
-    out_dim = (3 + APPEARANCE_DIM) * QUERIES
-    dtype: torch.dtype | None = None
-    """The type in which cells are computed; None: that of the weights."""
-
-    def __init__(self, image_size: int, cell: int) -> None:
-        super().__init__()
-        self.cell = cell
-        self.pixels = nn.Linear(3 * (2 * cell) ** 2, CHANNELS)
-        self.cells = nn.Linear(CHANNELS, CHANNELS)
-        self.look = nn.Linear(CHANNELS, APPEARANCE_DIM)
-        self.queries = nn.Parameter(torch.randn(QUERIES - WORD_QUERIES, CHANNELS))
-        self.words = nn.Linear(TEXT_DIM, WORD_QUERIES * CHANNELS)
-        line = torch.linspace(-1.0, 1.0, image_size // cell)
-        y, x = torch.meshgrid(line, line, indexing="ij")
-        self.register_buffer("grid", torch.stack([x.flatten(), y.flatten()], 1), persistent=False)
-
-    def forward(self, image: Tensor, text: Tensor) -> Tensor:
-        """uint8 images [B, 3, h, w] and text features [B, TEXT_DIM] → [B, out_dim]."""
-        dtype = self.pixels.weight.dtype if self.dtype is None else self.dtype
-        weights = (self._by_quarter(self.pixels.weight), self.pixels.bias, self.cells.weight, self.cells.bias)
-        first, first_bias, second, second_bias = (weight.to(dtype) for weight in weights)
-        pixels = functional.linear(self.cut(image, dtype), first, first_bias)
-        cells = functional.relu(functional.linear(functional.relu(pixels), second, second_bias))  # [B, cells, C]
-        cells = cells.to(self.queries.dtype)
-        text_queries = self.words(text).view(len(text), WORD_QUERIES, CHANNELS)
-        queries = torch.cat([self.queries.expand(len(text), -1, -1), text_queries], 1)
-        # In this order, and with contiguous queries, many times as fast as queries @ cellsᵀ
-        matches = (cells @ queries.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()  # [B, Q, cells]
-        attention = (SHARPNESS * matches).softmax(-1)
-        positions, appearances = attention @ self.grid, attention @ self.look(cells)  # [B, Q, 2 or APPEARANCE_DIM]
-        # amax is several times as fast, but its gradient compares all cells; that of max selects one of them
-        confidence = matches.max(-1).values if matches.requires_grad else matches.amax(-1)
-        return torch.cat([positions.flatten(1), confidence, appearances.flatten(1)], 1)
-
-    def cut(self, image: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """The pixels of the patch of each cell, scaled to [-1, 1]: [B, cells, 3 (2 cell)²]; black beyond the border.
-
-        A patch consists of four squares of cell² pixels, which it shares with its neighbours: the image is divided into
-        squares once, and four of them are concatenated. Pixels are ordered by square, then by channel.
-        """
-        cell, side = self.cell, image.shape[-1] // self.cell + 1
-        left = cell // 2
-        padded = functional.pad(image, (left, cell - left, left, cell - left)).view(-1, 3, side, cell, side, cell)
-        squares = self.pixels.weight.new_empty((len(image), side, side, 3, cell, cell), dtype=dtype)
-        for channel, row in itertools.product(range(3), range(cell)):  # three times as fast as one permuted copy
-            squares[..., channel, row, :] = padded[:, channel, :, row]
-        squares = squares.flatten(3).sub_(127.5).mul_(1 / 127.5)
-        upper, lower = squares[:, :-1], squares[:, 1:]
-        patches = [upper[:, :, :-1], upper[:, :, 1:], lower[:, :, :-1], lower[:, :, 1:]]
-        return torch.cat(patches, -1).flatten(1, 2)
-
-    def _by_quarter(self, weight: Tensor) -> Tensor:
-        """Reorder weights of a patch from channel, row and column to the order of `cut`."""
-        parts = weight.view(-1, 3, 2, self.cell, 2, self.cell)
-        return parts.permute(0, 2, 4, 1, 3, 5).reshape(weight.shape)
-
-
 @dataclass(kw_only=True)
 class TinySpec(ProprioSpec):
     """The keywords of `TinyVLAModel`."""
@@ -187,6 +112,7 @@ class TinySpec(ProprioSpec):
     image_keys: Sequence[str] = ("head_rgb", "wrist_rgb")
     image_size: int = 64
     cell: int = 2
+    vision: str = "cells"
     proprio_dim: int = 24
     width: int = 256
     log_std_init: float = -3.0
@@ -210,11 +136,16 @@ class TinySpec(ProprioSpec):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        self.check_choice(head=HEADS, imitation=IMITATION)
+        self.check_choice(head=HEADS, imitation=IMITATION, vision=ENCODERS)
         if self.image_size < IMAGE_MULTIPLE or self.image_size % IMAGE_MULTIPLE:
             raise InputError(f"image_size {self.image_size} is no multiple of {IMAGE_MULTIPLE}")
         if self.cell < 1 or IMAGE_MULTIPLE % self.cell:
             raise InputError(f"cell {self.cell} is none of 1, 2, 4, 8, 16")
+        if self.vision == "convolutions" and self.image_size < LEAST_CELLS * self.cell:
+            raise InputError(
+                f"vision convolutions: an image of {self.image_size} pixels has fewer than {LEAST_CELLS} cells of "
+                f"{self.cell} pixels a side; use a smaller cell"
+            )
         super().__post_init__()
         self.check_least(width=1, num_bins=2, flow_steps=1, diffusion_steps=2, ddim_steps=1, places_dim=1)
         if self.places_dim > POSITIONS_DIM:
@@ -274,7 +205,7 @@ class TinyVLAModel(StreamVLA):
         self.text: Any = WordEncoder()
         self.names: Any = WordEncoder()
         self.task: Any = nn.Linear(TEXT_DIM, TASK_DIM)
-        self.cameras: Any = nn.ModuleList(CameraEncoder(spec.image_size, spec.cell) for _ in self.image_keys)
+        self.cameras: Any = nn.ModuleList(ENCODERS[spec.vision](spec.image_size, spec.cell) for _ in self.image_keys)
         inputs = TASK_DIM + len(self.image_keys) * CameraEncoder.out_dim
         if spec.proprio_key is not None:
             self.proprio: Any = RunningNormalizer((spec.proprio_dim,), clip=5.0, epsilon=PROPRIO_EPSILON)

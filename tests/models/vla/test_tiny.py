@@ -12,10 +12,11 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.denoising import DENOISING_CHUNKS
 from deft.models.normalization import freeze_statistics
+from deft.models.vla.cameras import ENCODERS
 from deft.models.vla.heads import ROUNDING
 from deft.models.vla.loading import load_vla_model
 from deft.models.vla.policy import VLAPolicy
-from deft.models.vla.tiny import HEADS, POSITIONS_WEIGHT, CameraEncoder, TinyVLAModel, word_ids
+from deft.models.vla.tiny import HEADS, POSITIONS_WEIGHT, TinyVLAModel, word_ids
 
 SIZE, LENGTH = 16, 32
 
@@ -238,31 +239,10 @@ def test_without_proprioception_and_words():
     assert model(scenes().select("rgb")).shape == (5, 3, 2)
 
 
-@pytest.mark.parametrize(("size", "cell"), [(16, 1), (16, 2), (32, 4), (16, 8), (32, 16)])
-def test_a_cell_sees_a_patch_twice_its_width_around_it(size, cell):
-    """What a convolution would see: kernels of 2 cell pixels, `cell` apart, over a picture with a black border."""
-    torch.manual_seed(0)
-    camera = CameraEncoder(size, cell)
-    image = torch.randint(0, 256, (3, 3, size, size), dtype=torch.uint8)
-    left = cell // 2
-    border = functional.pad(image / 127.5 - 1, (left, cell - left, left, cell - left), value=-1.0)
-    kernels = camera.pixels.weight.view(-1, 3, 2 * cell, 2 * cell)
-    expected = functional.conv2d(border, kernels, stride=cell).flatten(2).transpose(1, 2)
-    seen = functional.linear(camera.cut(image), camera._by_quarter(camera.pixels.weight))
-    torch.testing.assert_close(seen, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_a_camera_sees_the_same_with_and_without_a_gradient():
-    torch.manual_seed(0)
-    camera, image, names = CameraEncoder(16, 2), scenes()["rgb"], torch.randn(5, 64)
-    with torch.no_grad():
-        without = camera(image, names)
-    assert torch.equal(camera(image, names), without)
-
-
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 instructions
-def test_in_bf16_the_image_layers_round_and_the_rest_does_not():
-    policy, precise = VLAPolicy(tiny()), VLAPolicy(tiny())
+@pytest.mark.parametrize("vision", ENCODERS)
+def test_in_bf16_the_image_layers_round_and_the_rest_does_not(vision):
+    policy, precise = VLAPolicy(tiny(vision=vision)), VLAPolicy(tiny(vision=vision))
     policy.set_precision(torch.bfloat16)
     with torch.no_grad():
         td = policy.act(TensorDict({schema.OBSERVATION: scenes()}, [5]))
@@ -274,7 +254,7 @@ def test_in_bf16_the_image_layers_round_and_the_rest_does_not():
     assert 0 < float((rounded - exact).abs().max()) < 2**-6 * float(exact.abs().max())
     for one in (policy, precise):
         one.evaluate_actions(td)["log_prob"].sum().backward()
-    gradient, expected = (one.model.cameras[0].pixels.weight.grad for one in (policy, precise))
+    gradient, expected = (next(one.model.cameras[0].parameters()).grad for one in (policy, precise))
     assert gradient.dtype == torch.float32
     assert float(functional.cosine_similarity(gradient.flatten(), expected.flatten(), 0)) > 0.99
 
