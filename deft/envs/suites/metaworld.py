@@ -121,6 +121,7 @@ INSTRUCTION_LENGTH = 64
 LETTERS = "".join(map(chr, range(32, 127)))
 PROPRIOCEPTION = 4  # position of the hand, and opening of the gripper
 STATE_SIZE = 39  # hand, gripper and two objects, now and one step before, and the goal
+PLACES = np.r_[4:7, 11:14, 36:39]  # in the state: two objects and the goal
 VIDEO_SIZE = 480
 GRAVITY = -9.81  # of MuJoCo, and of every task
 MAX_SIMULATORS = 10  # of one environment, each of about 60 MB with a camera; others are made again
@@ -133,8 +134,10 @@ class MetaWorldEnv(gymnasium.Env):
     plays the task `stride` further on.
 
     `observation`: `"images"` has the streams `head_rgb` (camera corner2), `state` [4] (position of the hand in metres,
-    opening of the gripper) and `instruction`. `"privileged"` adds `scene_state` [39], MetaWorld's own observation with
-    the goal, for critics. `"state"` has only that and the instruction, without cameras.
+    opening of the gripper) and `instruction`. `"privileged"` adds `scene_state` for critics: MetaWorld's own
+    observation with the goal [39], and in a group the task as a one-hot vector, as in MetaWorld's own benchmarks.
+    `"labelled"` also adds `places` [9], the positions of two objects and of the goal (0: there is none), as labels.
+    `"state"` has only `state`, which is then that of the scene, and the instruction, without cameras.
 
     `reward`: `"success"` is 1 at the first step that succeeds, which ends the episode, and otherwise 0. `"dense"` is
     MetaWorld's own reward, from 0 to 10 per step; the episode continues to its time limit.
@@ -147,14 +150,14 @@ class MetaWorldEnv(gymnasium.Env):
     def __init__(
         self,
         task: str = "MT10",
-        observation: Literal["images", "privileged", "state"] = "images",
+        observation: Literal["images", "privileged", "labelled", "state"] = "images",
         image_size: int = 64,
         reward: Literal["success", "dense"] = "success",
         rendering: Literal["suite", "light"] = "suite",
         stride: int = 1,
         render_mode: str | None = None,
     ) -> None:
-        check_choice("observation", observation, ("images", "privileged", "state"))
+        check_choice("observation", observation, ("images", "privileged", "labelled", "state"))
         check_choice("reward", reward, ("success", "dense"))
         check_choice("rendering", rendering, ("suite", "light"))
         check_render_mode(render_mode)
@@ -262,15 +265,27 @@ class MetaWorldEnv(gymnasium.Env):
         """Return the present observation; without an image while `observes` is false."""
         streams: dict[str, Any] = {}
         if self._observation == "state":
-            streams[STATE] = self._raw.astype(np.float32)
+            streams[STATE] = self._scene()
         else:
             streams[STATE] = self._raw[:PROPRIOCEPTION].astype(np.float32)
             blank = np.zeros((self._size, self._size, 3), np.uint8)
             streams[HEAD_RGB] = self._image(self._size, self._rendering) if self.observes else blank
         streams[INSTRUCTION] = self.instruction
-        if self._observation == "privileged":
-            streams["scene_state"] = self._raw.astype(np.float32)
+        if self._observation in ("privileged", "labelled"):
+            streams["scene_state"] = self._scene()
+        if self._observation == "labelled":
+            streams["places"] = self._raw[PLACES].astype(np.float32)
         return streams
+
+    def _scene(self) -> np.ndarray:
+        """MetaWorld's observation, and in a group the task as a one-hot vector."""
+        task = np.zeros(self._scene_size - STATE_SIZE)
+        task[self._index if len(task) else slice(0)] = 1.0
+        return np.concatenate([self._raw, task]).astype(np.float32)
+
+    @property
+    def _scene_size(self) -> int:
+        return STATE_SIZE + (len(self.tasks) if len(self.tasks) > 1 else 0)
 
     def set_observes(self, observes: bool) -> None:
         """Set whether the next observations have images."""
@@ -295,13 +310,15 @@ class MetaWorldEnv(gymnasium.Env):
 
         streams: dict[str, spaces.Space] = {}
         if self._observation == "state":
-            streams[STATE] = vector(STATE_SIZE)
+            streams[STATE] = vector(self._scene_size)
         else:
             streams[STATE] = vector(PROPRIOCEPTION)
             streams[HEAD_RGB] = spaces.Box(0, 255, (self._size, self._size, 3), np.uint8)
         streams[INSTRUCTION] = spaces.Text(INSTRUCTION_LENGTH, charset=LETTERS)
-        if self._observation == "privileged":
-            streams["scene_state"] = vector(STATE_SIZE)
+        if self._observation in ("privileged", "labelled"):
+            streams["scene_state"] = vector(self._scene_size)
+        if self._observation == "labelled":
+            streams["places"] = vector(len(PLACES))
         return spaces.Dict(streams)
 
     # ----------------------------------------------------------------------------------------------------- simulators
