@@ -52,6 +52,7 @@ COMMANDS = {
     "compare waypoints": Command("waypoint_settings:CompareConfig", "cli:compare_waypoints"),
     "play": Command("command_settings:PlayConfig", "evaluation.play:play"),
     "suite install": Command("suite_settings:SuiteInstallConfig", "evaluation.suites:install_suite", "suite"),
+    "suite download": Command("suite_settings:SuiteDownloadConfig", "evaluation.suites:download_suite", "suite"),
     "suite list": Command("suite_settings:SuiteListConfig", "cli:list_suites"),
     "suite check": Command("suite_settings:SuiteCheckConfig", "evaluation.suites:check_suite", "suite"),
     "datasets fetch": Command("command_settings:FetchConfig", "cli:fetch", "name"),
@@ -90,7 +91,7 @@ Train vision-language-action robot policies with reinforcement learning.
   compare   compare policies:    deft compare RUN RUN … [--env ID] [--episodes N] [flags]
             of waypoints:        deft compare waypoints --sft-checkpoint RUN --rl-checkpoint RUN [flags]
   play      watch a policy:      deft play --env ID [--task NAME] --policy RUN|random|expert --video FILE
-  suite     benchmark suites:    deft suite install|list|check [NAME]
+  suite     benchmark suites:    deft suite install|list|check|download [NAME]
   datasets  download a dataset:  deft datasets fetch NAME [--sha256 HEX] [--out FOLDER]
   view      view a run live:     deft view RUN [--view-port N]
   serve     policy for a robot:  deft serve RUN|CHECKPOINT [--mode MODE] [--port N] [flags]
@@ -118,7 +119,7 @@ IN_SUMMARY = (
 GROUPS = {
     "datasets": ("deft datasets fetch NAME", "Download a dataset. deft datasets fetch --help: flags."),
     "suite": (
-        "deft suite install|list|check [NAME]",
+        "deft suite install|list|check|download [NAME]",
         "Benchmark suites in interpreters of their own. deft suite install --help: flags.",
     ),
 }

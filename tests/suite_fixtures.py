@@ -22,7 +22,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setenv("DEFT_SUITES", str(tmp_path / "suites"))
     monkeypatch.setenv("FAKE_SUITE_FOLDER", str(tmp_path))
     monkeypatch.setattr(install, "_make_environment", fake_suite.make_interpreter)
-    monkeypatch.setattr(install, "_install_packages", lambda suite, progress: progress(3, 3, "unpacking"))
+    monkeypatch.setattr(install, "_install_packages", lambda suite, progress, wheels: progress(3, 3, "unpacking"))
     return suite
 
 

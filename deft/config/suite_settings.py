@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from deft.config.validation import Count, Place, Switch, settings
+from typing import Annotated
+
+from pydantic import Field
+
+from deft.config.validation import Count, OutputPath, Place, Switch, settings
 
 
 @settings
@@ -13,6 +17,22 @@ class SuiteInstallConfig:
     """Name of the suite, as in `deft suite list`."""
     reinstall: Switch = False
     """Install again, even if the installation is complete."""
+    wheels: tuple[Place, ...] = ()
+    """Install from these folders of wheels, without a network; `deft suite download` makes them."""
+
+
+@settings
+class SuiteDownloadConfig:
+    """Download the wheels of a suite, for `deft suite install --wheels` on a machine without a network."""
+
+    suite: str
+    """Name of the suite, as in `deft suite list`."""
+    out: OutputPath
+    """Folder of the wheels."""
+    python_version: Annotated[str, Field(pattern=r"^3\.\d+$")] | None = None
+    """Python of the other machine, such as 3.12; by default that of this one."""
+    platform: tuple[Place, ...] = ()
+    """Platforms of the other machine in the names of wheels, such as manylinux_2_28_x86_64; by default this one's."""
 
 
 @settings

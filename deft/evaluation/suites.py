@@ -12,10 +12,10 @@ from typing import Any
 from deft import trust
 from deft.config.command_settings import EvaluateConfig
 from deft.config.settings import EnvConfig
-from deft.config.suite_settings import SuiteCheckConfig, SuiteInstallConfig
+from deft.config.suite_settings import SuiteCheckConfig, SuiteDownloadConfig, SuiteInstallConfig
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.suites import SUITES, Suite, find_suite, suite_of
-from deft.envs.suites.install import Progress, folder_of, install, locked_packages, state_of
+from deft.envs.suites.install import Progress, download, folder_of, install, locked_packages, state_of
 from deft.envs.wrappers import close_env
 from deft.errors import InputError
 from deft.evaluation.evaluate import evaluate_run, find_run, first_seed, merge_env_kwargs
@@ -113,12 +113,26 @@ def install_suite(config: SuiteInstallConfig) -> dict[str, Any]:
     """Install a suite, with progress."""
     suite = find_suite(config.suite)
     with _shown_progress(suite.name) as progress:
-        is_new = install(suite, progress, config.reinstall)
+        is_new = install(suite, progress, config.reinstall, [Path(folder) for folder in config.wheels])
     return {
         "suite": suite.name,
         "version": locked_packages(suite)[suite.package],
         "folder": str(folder_of(suite)),
         "installed": "now" if is_new else "already, and complete",
+    }
+
+
+def download_suite(config: SuiteDownloadConfig) -> dict[str, Any]:
+    """Download the wheels of a suite, with progress."""
+    suite, folder = find_suite(config.suite), Path(config.out)
+    with _shown_progress(suite.name) as progress:
+        files = download(suite, folder, progress, config.python_version, config.platform)
+    return {
+        "suite": suite.name,
+        "version": locked_packages(suite)[suite.package],
+        "folder": str(folder),
+        "wheels": len(files),
+        "megabytes": round(sum(file.stat().st_size for file in files) / 1e6, 1),
     }
 
 

@@ -16,8 +16,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,15 @@ def differences(suite: Suite) -> list[str]:
     return wrong + [f"the file {file} is missing" for file in missing]
 
 
-def install(suite: Suite, progress: Progress = lambda *_: None, reinstall: bool = False) -> bool:
-    """Install a suite, or repair its installation; return False if it is complete already."""
+def install(
+    suite: Suite, progress: Progress = lambda *_: None, reinstall: bool = False, wheels: Sequence[Path] = ()
+) -> bool:
+    """Install a suite, or repair its installation; return False if it is complete already.
+
+    With `wheels`, folders of wheel files, no network is used.
+    """
     folder = folder_of(suite)
+    _check_wheels(suite, wheels)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder.parent / f"{suite.name}.lock"):
@@ -124,7 +131,7 @@ def install(suite: Suite, progress: Progress = lambda *_: None, reinstall: bool 
                 return False
             shutil.rmtree(folder, ignore_errors=True)
             _make_environment(folder)
-            _install_packages(suite, progress)
+            _install_packages(suite, progress, wheels)
             wrong = differences(suite)
             if wrong:
                 raise RunError(f"the suite {suite.name} was not installed completely: {wrong[0]}")
@@ -156,11 +163,64 @@ def _make_environment(folder: Path) -> None:
         raise RunError(f"no virtual environment can be made at {folder} ({text[-300:]}): {advice}")
 
 
-def _install_packages(suite: Suite, progress: Progress) -> None:
+def _install_packages(suite: Suite, progress: Progress, wheels: Sequence[Path] = ()) -> None:
     """Install exactly the packages of the lock file with the virtual environment's own pip."""
+    options = ["install"]
+    if wheels:
+        options += ["--no-index", *(f"--find-links={folder.absolute()}" for folder in wheels)]
+    version = ".".join(platform.python_version_tuple()[:2])
+    advice = f"; this is Python {version} on {platform.machine()}: deft suite download has flags for it"
+    _run_pip(suite, python_of(suite), options, progress, advice if wheels else "")
+
+
+def _check_wheels(suite: Suite, folders: Sequence[Path]) -> None:
+    """Raise InputError unless the folders, if any, have a wheel of every locked package."""
+    files = [file.name.split("-") for folder in folders for file in folder.glob("*.whl")]
+    found = {(_normalized(parts[0]), parts[1]) for parts in files if len(parts) > 1}
+    locked = locked_packages(suite)
+    missing = [f"{name} {locked[name]}" for name in locked if (_normalized(name), locked[name]) not in found]
+    if folders and missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"--wheels {' '.join(map(str, folders))}: no wheel of {missing[0]}{more}; on a machine with a network, "
+            f"deft suite download {suite.name} --out FOLDER makes such a folder"
+        )
+
+
+def _normalized(name: str) -> str:
+    """Return a package's name as the names of wheels have it."""
+    return re.sub(r"[-_.]+", "_", name).lower()
+
+
+def download(
+    suite: Suite,
+    folder: Path,
+    progress: Progress = lambda *_: None,
+    python_version: str | None = None,
+    platforms: Sequence[str] = (),
+) -> list[Path]:
+    """Download a wheel of every locked package into a folder, for this machine or for another; return the files.
+
+    Packages without a wheel are built here, which is only possible for this machine.
+    """
+    options = ["wheel", f"--wheel-dir={folder.absolute()}"]
+    if python_version is not None or platforms:
+        options = ["download", f"--dest={folder.absolute()}", "--only-binary=:all:"]
+        options += [f"--platform={name}" for name in platforms]
+        options += [f"--python-version={python_version}"] * (python_version is not None)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="deft-suite-") as temporary:
+        _make_environment(Path(temporary))  # Deft's own interpreter may have no pip
+        _run_pip(suite, Path(temporary) / "bin" / "python", options, progress)
+    _check_wheels(suite, [folder])
+    return sorted(folder.glob("*.whl"))
+
+
+def _run_pip(suite: Suite, python: Path, options: Sequence[str], progress: Progress, advice: str = "") -> None:
+    """Run pip on the lock file; raise RunError with its error and the advice."""
     total, ready = len(locked_packages(suite)), 0
-    options = ["--no-deps", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    command = [str(python_of(suite)), "-I", "-m", "pip", "install", *options, "-r", str(suite.lock)]
+    common = ["--no-deps", "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "-r", str(suite.lock)]
+    command = [str(python), "-I", "-m", "pip", *options, *common]
     last: deque[str] = deque(maxlen=20)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -168,8 +228,8 @@ def _install_packages(suite: Suite, progress: Progress) -> None:
         try:
             for line in pip.stdout or ():
                 last.append(line.strip())
-                if found := re.match(r"\s*Collecting (\S+)", line):
-                    progress(ready, total, found[1])
+                if found := re.match(r"(?:Collecting|Processing) (\S+)", line):
+                    progress(ready, total, Path(found[1]).name)
                     ready += 1
                 elif line.startswith("Installing collected packages"):
                     progress(total, total, "unpacking")
@@ -178,7 +238,7 @@ def _install_packages(suite: Suite, progress: Progress) -> None:
             raise
     if pip.returncode:
         errors = [line for line in last if "error" in line.lower()] or [*last]
-        raise RunError(f"pip could not install the suite {suite.name}: {' '.join(errors[:2])}")
+        raise RunError(f"pip could not {options[0]} the suite {suite.name}: {' '.join(errors[:2])}{advice}")
 
 
 @contextlib.contextmanager
