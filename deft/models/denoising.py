@@ -21,6 +21,7 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.chunks import LOG_STD_RANGE, Chunks, Drawn
 from deft.models.denoising_chain import Transition, draw, mean_real, score
+from deft.models.diffusion_chain import DiffusionUpdate, cosine_signal, diffused, diffusion_times
 from deft.models.distributions import BoxHead
 from deft.models.flow_chain import Velocity, euler, flow_matching_error, flow_time, hold_last
 
@@ -197,14 +198,8 @@ class FlowChunks(DenoisingChunks):
 class DiffusionChunks(DenoisingChunks):
     """A network that predicts the noise of a diffusion process, trained as DDPM and sampled as DDIM.
 
-    x_t = √ᾱ_t a + √(1 − ᾱ_t) ε for t = 1 … T = `diffusion_steps`, with ᾱ of the cosine schedule. Of the steps,
-    S = `ddim_steps` are used to act: t_{S−1} = 1, those before it ⌊T / S⌋ apart, and t_S = 0. They start below T, where
-    x is nearly all noise and the error of â would be large. With the predicted action
-    â = clip((x − √(1 − ᾱ) ε̂) / √ᾱ, ±1) and ε̂ recomputed from it,
-
-        μ_k = √ᾱ' â + √(1 − ᾱ' − s_k²) ε̂,    s_k² = η² (1 − ᾱ') / (1 − ᾱ) · (1 − ᾱ / ᾱ'),    σ_k = max(s_k, noise_min),
-
-    where ᾱ' is that of the next step. Sampling has η = 1 (DDPM if S = T), deterministic actions η = 0.
+    The schedule is that of `deft.models.diffusion_chain` with the cosine schedule, T = `diffusion_steps` and
+    S = `ddim_steps`. Sampling has η = 1 (DDPM if S = T), deterministic actions η = 0.
     """
 
     signal: Tensor
@@ -212,25 +207,18 @@ class DiffusionChunks(DenoisingChunks):
     def __init__(self, width: int, chunk_length: int, action_dim: int, spec: Denoising) -> None:
         spec.check("diffusion")
         super().__init__(width, chunk_length, action_dim, spec, spec.ddim_steps)
-        self.total_steps, self.noise_min = spec.diffusion_steps, spec.noise_min
+        self.total_steps = spec.diffusion_steps
         self.register_buffer("signal", cosine_signal(self.total_steps), persistent=False)  # ᾱ_0 = 1 … ᾱ_T
-        stride = self.total_steps // self.num_steps
-        self.times = [*range(1 + (self.num_steps - 1) * stride, 0, -stride), 0]  # t_0 … t_S
+        self.times = diffusion_times(self.total_steps, self.num_steps)
+        self.update = DiffusionUpdate(spec.noise_min)
 
     def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
         predicts = self._predicts(features)
 
         def transition(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
             time, after = self.times[step], self.times[step + 1]
-            now, then = self.signal[time], self.signal[after]
             noise = predicts[step](x, x.new_full((len(x),), time / self.total_steps)).float()
-            action = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1.0, 1.0)
-            noise = (x - now.sqrt() * action) / (1 - now).sqrt()
-            variance = (1 - then) / (1 - now) * (1 - now / then)
-            if deterministic:
-                variance = torch.zeros_like(variance)
-            mean = then.sqrt() * action + (1 - then - variance).clamp(min=0.0).sqrt() * noise
-            return mean, variance.sqrt().clamp(min=self.noise_min)
+            return self.update(x, noise, self.signal[time], self.signal[after], not deterministic)
 
         return transition
 
@@ -239,8 +227,8 @@ class DiffusionChunks(DenoisingChunks):
         self._check_imitation()
         actions, mask = _held(actions, step_mask)
         time = torch.randint(1, self.total_steps + 1, (len(actions),), device=actions.device)
-        noise, signal = torch.randn_like(actions), self.signal[time][:, None, None]
-        noisy = signal.sqrt() * actions + (1 - signal).sqrt() * noise
+        noise = torch.randn_like(actions)
+        noisy = diffused(actions, noise, self.signal[time])
         error = (self._predict(features)(noisy, time / self.total_steps) - noise).float().square()
         return mean_real(error, mask)
 
@@ -249,14 +237,6 @@ DENOISING_CHUNKS: dict[str, type[FlowChunks] | type[DiffusionChunks]] = {
     "flow": FlowChunks,
     "diffusion": DiffusionChunks,
 }
-
-
-def cosine_signal(num_steps: int) -> Tensor:
-    """ᾱ_0 … ᾱ_T of the cosine schedule (Nichol & Dhariwal, 2021): Π (1 − β_t), β_t at most 0.999."""
-    steps = torch.arange(num_steps + 1, dtype=torch.float64)
-    wanted = torch.cos((steps / num_steps + 0.008) / 1.008 * math.pi / 2).square()
-    kept = (wanted[1:] / wanted[:-1]).clamp(min=0.001)
-    return torch.cat([torch.ones(1, dtype=torch.float64), kept.cumprod(0)]).float()
 
 
 def time_features(time: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.distributions import Normal
 
 from deft import schema
 from deft.errors import InputError
-from deft.models.denoising import DENOISING_CHUNKS, Denoising, DiffusionChunks, FlowChunks, cosine_signal
+from deft.models.denoising import DENOISING_CHUNKS, Denoising, DiffusionChunks, FlowChunks
 from deft.runs.checkpoint import load_weights
 
 WIDTH = 8
@@ -21,13 +21,6 @@ VARIANTS = {
     "diffusion": {"distribution": "diffusion"},
     "diffusion, last 3 steps": {"distribution": "diffusion", "trained_steps": 3},
 }
-
-
-def test_the_cosine_schedule():
-    # T = 2: cos²(0.008/1.008 · π/2) = 0.999845, at ½ 0.493844, at 1 0; the last factor is at least 0.001
-    signal = cosine_signal(2)
-    start, middle = (math.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2 for time in (0.0, 0.5))
-    assert signal.tolist() == pytest.approx([1.0, middle / start, middle / start * 0.001], rel=1e-5)
 
 
 def known_diffusion(**settings) -> DiffusionChunks:
