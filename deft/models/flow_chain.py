@@ -35,13 +35,13 @@ def draw_chain(
     `deviation` [S], or [S, K, A], is σ of each step, and its length the number of steps. Deterministic: no noise in the
     steps, which is the model's own sampling. `mask` as in `chain_log_prob`.
     """
-    transition = _transition(velocity, deviation)
+    transition = flow_transition(velocity, deviation)
     return denoising_chain.draw(transition, noise, len(deviation), deterministic, mask, generator)
 
 
 def chain_log_prob(velocity: Velocity, chain: Tensor, deviation: Tensor, mask: Tensor | None = None) -> Tensor:
     """Log-prob of each step of a chain, [B, S], over the dims where `mask` (bool, broadcast to [B, K, A]) is True."""
-    return denoising_chain.score(_transition(velocity, deviation), chain, mask)[0]
+    return denoising_chain.score(flow_transition(velocity, deviation), chain, mask)[0]
 
 
 def chain_entropy(deviation: Tensor, shape: torch.Size | tuple[int, ...], mask: Tensor | None = None) -> Tensor:
@@ -91,5 +91,6 @@ def noised(actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
     return time[:, None, None] * noise + (1 - time[:, None, None]) * actions
 
 
-def _transition(velocity: Velocity, deviation: Tensor) -> Transition:
+def flow_transition(velocity: Velocity, deviation: Tensor) -> Transition:
+    """Euler steps with σ [S] or [S, K, A]."""
     return lambda x, step: (euler(velocity, x, step, len(deviation)), deviation[step])

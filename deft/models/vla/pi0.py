@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deft.models.flow_chain import Velocity
-from deft.models.vla.flow import FlowShape, FlowSpec, FlowVLA, check_at_most
+from deft.models.vla.denoising import check_at_most
+from deft.models.vla.flow import FlowShape, FlowSpec, FlowVLA
 from deft.models.vla.pretrained import (
     ImagePreprocessor,
     InstructionTokenizer,

@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from deft.errors import InputError
 from deft.models.flow_chain import Velocity
+from deft.models.vla.denoising import check_at_most
 from deft.models.vla.experts import Prefix, attend, output, project, read_prefix, rotate, time_embedding
-from deft.models.vla.flow import FlowShape, check_at_most
+from deft.models.vla.flow import FlowShape
 from deft.models.vla.lerobot_flow import LeRobotFlowSpec, LeRobotFlowVLA
 from deft.models.vla.lerobot_folder import (
     Weights,
