@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from deft import VLAPolicy, load_vla_model, schema
-from deft.models.vla import act, pi05, smolvla
+from deft.models.vla import act, diffusion_policy, pi05, smolvla
+from deft.models.vla.diffusion_network import position_grid
 from deft.schema import encode_text
 
 SIZE, STATE, ACTIONS = 32, 5, 3
@@ -28,6 +29,12 @@ REACH: dict[str, Any] = {
 ACT: dict[str, Any] = {
     "chunk_size": 4, "dim_model": 32, "n_heads": 4, "dim_feedforward": 48, "n_encoder_layers": 1,
     "n_vae_encoder_layers": 1, "latent_dim": 4, "kl_weight": 1.0,
+}  # fmt: skip
+DIFFUSION: dict[str, Any] = {
+    "n_obs_steps": 2, "horizon": 8, "down_dims": [16, 32], "n_groups": 4, "diffusion_step_embed_dim": 16,
+    "num_train_timesteps": 20, "num_inference_steps": 4, "use_group_norm": True, "spatial_softmax_num_keypoints": 4,
+    "use_separate_rgb_encoder_per_camera": False, "resize_shape": [40, 40], "crop_ratio": 0.85,
+    "prediction_type": "sample",
 }  # fmt: skip
 ATTENTION = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -91,6 +98,8 @@ def statistics(streams: dict[str, Any] = STREAMS, seed: int = 3) -> dict[str, di
             "std": torch.rand(shape, generator=random) + 0.5,
             "q01": torch.rand(shape, generator=random) - 2.5,
             "q99": torch.rand(shape, generator=random) + 1.5,
+            "min": torch.full(shape, -2.0),
+            "max": torch.full(shape, 2.5),
         }
         for name, shape in (shapes | {"action": (streams["action_dim"],)}).items()
     }
@@ -125,6 +134,16 @@ def act_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
     return write_folder(path, "act", ACT, act.to_published(model.backbone.state_dict()), streams)
 
 
+def diffusion_folder(path: Path, streams: dict[str, Any] = STREAMS, **changed: Any) -> Path:
+    """A tiny diffusion policy with new weights."""
+    torch.manual_seed(0)
+    settings = DIFFUSION | changed
+    model: Any = load_vla_model(None, "diffusion-policy", streams | {"architecture": settings})
+    weights = diffusion_policy.to_published(model.backbone.state_dict(), position_grid(2, 2))  # of crops of 34 × 34
+    weights = {name: value.clone() for name, value in weights.items()}  # grids share memory
+    return write_folder(path, "diffusion", settings, weights, streams)
+
+
 def smolvla_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
     """A tiny SmolVLA with new weights, and the head of words that LeRobot saves too."""
     torch.manual_seed(0)
@@ -150,12 +169,16 @@ MODES = {
     "act": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"),
     "smolvla": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
     "pi05": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
+    "diffusion": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
 }
-FOLDERS = {"act": act_folder, "smolvla": smolvla_folder, "pi05": pi05_folder}
+FOLDERS = {
+    "act": act_folder, "smolvla": smolvla_folder, "pi05": pi05_folder, "diffusion-policy": diffusion_folder
+}  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
     "act": {},
     "smolvla": {"tokenizer": "bytes"},
     "pi05": {"tokenizer": "bytes", "prompt_length": 96},
+    "diffusion-policy": {},
 }
 """Further `model_config` of each model."""
 

@@ -1,7 +1,8 @@
 """Read the folder of a LeRobot policy without the LeRobot package: config, statistics, cameras and weights.
 
-The native adapters of LeRobot's policies (`act`, `smolvla`, `pi05`, …) call this. A folder has `config.json` and
-`model.safetensors`. Statistics are in the files of its processors (LeRobot 0.4 and newer) or among the weights (older).
+The native adapters of LeRobot's policies (`act`, `smolvla`, `pi05`, `diffusion-policy`) call this. A folder has
+`config.json` and `model.safetensors`. Statistics are in the files of its processors (LeRobot 0.4 and newer) or among
+the weights (older).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ from deft.models.vla.experts import resize_with_padding
 from deft.models.vla.loading import check_fit, read_weights
 from deft.models.vla.pretrained import read_json, read_statistics
 from deft.models.vla.spec import FolderSpec, ProprioSpec
-from deft.models.vla.streams import Statistics, check_images, read_stream
+from deft.models.vla.streams import Observations, Statistics, check_images, read_stream
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +109,13 @@ class LeRobotFolder:
         return {"mean": torch.where(constant, first + 1.0, first + width), "std": torch.where(constant, 1.0, width)}
 
 
-def read_lerobot_folder(spec: LeRobotFolderSpec, kind: str, defaults: Mapping[str, Any]) -> LeRobotFolder:
+def read_lerobot_folder(
+    spec: LeRobotFolderSpec, kind: str, defaults: Mapping[str, Any], model_class: str | None = None
+) -> LeRobotFolder:
     """Read the folder of a policy of type `kind`, or describe a new policy with the streams of `spec`.
 
     `defaults` are LeRobot's settings of this type; those of the folder, or of `spec.architecture`, replace them.
+    `model_class` is Deft's name of the type, if it is another one.
     """
     if spec.folder is None:
         return _new_policy(spec, defaults)
@@ -124,7 +127,10 @@ def read_lerobot_folder(spec: LeRobotFolderSpec, kind: str, defaults: Mapping[st
     config = read_json(path / "config.json")
     if config.get("type") != kind:
         has = f"has the type {config['type']!r}" if "type" in config else "has no 'type'"
-        raise InputError(f"{path / 'config.json'} {has}; the model class {kind} needs a LeRobot policy of this type")
+        raise InputError(
+            f"{path / 'config.json'} {has}; the model class {model_class or kind} needs a LeRobot policy of type "
+            f"{kind!r}"
+        )
     inputs, outputs = (_features(config, key, path) for key in ("input_features", "output_features"))
     if ACTION not in outputs:
         raise InputError(f"{path / 'config.json'}: output_features has no {ACTION!r}")
@@ -257,11 +263,11 @@ class CameraImages(nn.Module):
         """The streams of the cameras, in the order of the policy."""
         return tuple(self.streams[name] for name in self.sizes)
 
-    def forward(self, observations: TensorDictBase) -> list[Tensor]:
+    def forward(self, observations: Observations) -> list[Tensor]:
         """float32 [B, 3, h, w] of each camera, in the order of the policy."""
         return [self._camera(observations, index, name) for index, name in enumerate(self.sizes)]
 
-    def _camera(self, observations: TensorDictBase, index: int, name: str) -> Tensor:
+    def _camera(self, observations: Observations, index: int, name: str) -> Tensor:
         key = self.streams[name]
         pixels = check_images(read_stream(observations, key), key).float() / 255.0
         if self.padded is None and self.sizes[name] and pixels.shape[2:] != self.sizes[name]:

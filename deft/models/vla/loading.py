@@ -43,6 +43,7 @@ OWN_MODELS = {
     "act": "deft.models.vla.act.ACTVLA",
     "smolvla": "deft.models.vla.smolvla.SmolVLA",
     "pi05": "deft.models.vla.pi05.Pi05VLA",
+    "diffusion-policy": "deft.models.vla.diffusion_policy.DiffusionPolicyVLA",
 }
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt")
@@ -72,8 +73,8 @@ def load_vla_model(
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
     the model's; None keeps new weights and logs a warning. Adapters of pretrained models (`pi0`, `vlm`, `openvla`,
-    `lerobot`, `act`, `smolvla`, `pi05`) take a local folder in its place, with config, weights and tokenizer;
-    `trust_remote_code` allows code in that folder to run.
+    `lerobot`, `act`, `smolvla`, `pi05`, `diffusion-policy`) take a local folder in its place, with config, weights and
+    tokenizer; `trust_remote_code` allows code in that folder to run.
     """
     if isinstance(model_class, str):
         trust.name(model_class)

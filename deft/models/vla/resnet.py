@@ -1,7 +1,10 @@
-"""Residual networks with the names and shapes of torchvision's, without torchvision: image features of `act`.
+"""Residual networks with the names and shapes of torchvision's, without torchvision.
+
+They compute the image features of `act` and `diffusion-policy`.
 
 `ResNet` returns the last feature map. Its weights are those of `torchvision.models.resnet18` and its siblings without
-the classifier. A norm layer of any kind can be passed; LeRobot's ACT uses `FrozenBatchNorm`.
+the classifier. A norm layer of any kind can be passed; LeRobot's ACT uses `FrozenBatchNorm`, its
+Diffusion Policy `FixedBatchNorm` or `group_norm`.
 """
 
 from __future__ import annotations
@@ -47,6 +50,22 @@ class FrozenBatchNorm(nn.Module):
         scale = self.weight * (self.running_var + self.eps).rsqrt()
         shift = self.bias - self.running_mean * scale
         return x * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+
+
+class FixedBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation with the loaded statistics in every mode; weight and bias are trained.
+
+    Statistics of a batch would make the output of one row depend on the others.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(x − mean) / sqrt(var + ε) · weight + bias."""
+        return functional.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """Group normalisation with groups of 16 channels."""
+    return nn.GroupNorm(channels // 16, channels)
 
 
 class Block(nn.Module):
