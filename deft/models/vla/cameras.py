@@ -65,7 +65,8 @@ class CameraEncoder(nn.Module):
         # In this order, and with contiguous queries, many times as fast as queries @ cellsᵀ
         matches = (cells @ queries.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()  # [B, Q, cells]
         attention = (SHARPNESS * matches).softmax(-1)
-        positions, appearances = attention @ self.grid, attention @ self.look(cells)  # [B, Q, 2 or APPEARANCE_DIM]
+        pooled = attention @ torch.cat([self.grid.expand(len(cells), -1, -1), self.look(cells)], 2)
+        positions, appearances = pooled.split([2, APPEARANCE_DIM], 2)  # [B, Q, …]
         # amax is several times as fast, but its gradient compares all cells; that of max selects one of them
         confidence = matches.max(-1).values if matches.requires_grad else matches.amax(-1)
         return torch.cat([positions.flatten(1), confidence, appearances.flatten(1)], 1)
