@@ -115,6 +115,8 @@ class TransitionRing:
         self._last_frame: dict[int, int] = {}  # of each environment whose episode continues
         self._waiting: dict[int, deque[dict[Key, Any]]] = {}  # steps of each environment with fewer than n rewards
         self._unfinished: dict[int, deque[dict[Key, Any]]] = {}  # episodes whose return is not known yet
+        self.num_moves = 0
+        """How often the rows moved in memory: a CUDA graph that reads them must then be captured again."""
         self._weights: Tensor | None = None  # cumulative weights of the transitions, if they differ
 
     def __len__(self) -> int:
@@ -137,7 +139,7 @@ class TransitionRing:
         return False
 
     def _grow(self, room: int) -> None:
-        self._room = room
+        self._room, self.num_moves = room, self.num_moves + 1
         self._steps.resize(room, self._oldest, self._written)
         if self._frames.tensors:
             size = max(self._frames_for(self._num_envs), self._frames.size)

@@ -28,6 +28,7 @@ from deft.models.policy import SAMPLE, Encoded, Policy
 from deft.models.wrapping import WrappingPolicy
 
 POSITIVE, NEGATIVE, NONE = 1.0, -1.0, 0.0  # values of the indicator; NONE: it is not given
+FIRST_LAYER = ".weights.0"  # of an MLP, by the end of its name
 WORDS = (b" positive", b" negative")  # the indicator in the text of an instruction
 
 
@@ -53,7 +54,7 @@ class AdvantagePolicy(WrappingPolicy):
     """π(a | o, I) by another policy, whose observation has the indicator I ∈ {1, −1, 0 (none)}.
 
     With a stream `instruction` I is the last word of its text, so that weights of a policy without an indicator fit.
-    Otherwise it is one more number of the vector, or a stream `advantage`. It acts with I = 1; with a guidance w ≠ 1
+    Otherwise it is one more number of the vector, for which such weights are widened, or a stream `advantage`. It acts with I = 1; with a guidance w ≠ 1
     (classifier-free guidance) its mean is μ(o, 0) + w (μ(o, 1) − μ(o, 0)).
     """
 
@@ -186,8 +187,28 @@ class AdvantagePolicy(WrappingPolicy):
 
     def complete_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights of such a policy, or those of one without an indicator with a new model of returns."""
-        completed, _ = self.with_base_weights(weights)
+        completed, is_alone = self.with_base_weights(weights)
+        if is_alone:
+            completed = self._with_indicator(completed)
         return keep_reward_normalizer(self, completed)
+
+    def _with_indicator(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of a policy of a vector, with rows for the indicator that leave its actions as they are.
+
+        The rows of the first layers are 0, the statistics those of a number with mean 0 and deviation 1.
+        """
+        widened = dict(weights)
+        for name, own in self.state_dict().items():
+            given = weights.get(name)
+            is_statistic = ".normalizer." in name
+            if given is None or not (is_statistic or name.endswith(FIRST_LAYER)) or given.dim() != own.dim():
+                continue
+            axis = max(own.dim() - 2, 0)  # of the inputs: [inputs] or [1, inputs, outputs]
+            if own.dim() and given.shape == (*own.shape[:axis], own.shape[axis] - 1, *own.shape[axis + 1 :]):
+                filling = 1.0 if name.endswith((".variance", ".scale")) else 0.0
+                row = torch.full_like(given.narrow(axis, 0, 1), filling)
+                widened[name] = torch.cat([given, row], axis)
+        return widened
 
 
 def conditioned_space(space: gymnasium.Space, is_vla: bool) -> gymnasium.Space:

@@ -384,6 +384,14 @@ def load_tensors(path: Path) -> Any:
         raise InputError(f"{path}: damaged, cut short, or not a file written by torch.save") from error
 
 
+def has_training_state(checkpoint: Path) -> bool:
+    """Return whether a checkpoint is more than weights; those that ship with Deft are published without the rest."""
+    if (checkpoint / TRAINING_STATE).exists():
+        return True
+    listed = read_manifest(checkpoint)
+    return listed is None or TRAINING_STATE in listed
+
+
 def load_training_state(checkpoint: Path) -> dict[str, Any]:
     """Load the training state of a checkpoint."""
     state = load_part(checkpoint, TRAINING_STATE)

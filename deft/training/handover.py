@@ -136,7 +136,7 @@ def check_fixed_settings(config: OfflineRunConfig, start: str | Path | None) -> 
 def load_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:
     """Load the critics that a policy was trained with into SAC: from the state given, or from the run at `path`."""
     folder = None if path is None else checkpoint_folder(Path(path))
-    if state is None and folder is not None:
+    if state is None and folder is not None and checkpoint.has_training_state(folder):
         state = checkpoint.load_training_state(folder).get("algorithm", {})
     if not isinstance(algorithm, OffPolicy) or (state is None and path is None):
         return

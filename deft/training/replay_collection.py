@@ -78,6 +78,7 @@ class ReplayCollection(Collection):
         captures = on_gpu and experience.capture != "off"
         self._captured: CapturedUpdate | None = None
         self._captured_warmup: CapturedUpdate | None = None
+        self._num_moves = 0  # of the buffer, when the updates were recorded
         if captures:
             self._reset_recordings()
         self._metrics: Metrics = {}
@@ -98,15 +99,20 @@ class ReplayCollection(Collection):
             log.warning("the first %d env steps make no update: learning_starts is %d", num_env_steps, starts)
 
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
-        """Reserve memory for the transitions of the run, if it is less than the buffer size."""
+        """Reserve memory for the transitions of the run, if it is less than the buffer size.
+
+        With chunks the steps that are left are not known; a buffer that has data then grows as it is written to.
+        """
         left = None if total_steps is None else max(total_steps, 0) * self.collector.env.num_envs
         self.collector.steps_left = left
-        moved = left is not None and self.buffer.reserve(left)
-        if moved and self._captured is not None:
-            self._reset_recordings()
+        if left is not None:
+            self.buffer.reserve(left)
+        elif self._planned_steps is not None and not len(self.buffer):
+            self.buffer.reserve(self._planned_steps)
 
     def _reset_recordings(self) -> None:
         """Record the updates again, after the buffer moved in memory."""
+        self._num_moves = self.buffer.num_moves
         self._captured = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
         self._captured_warmup = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
 
@@ -138,6 +144,8 @@ class ReplayCollection(Collection):
         """Queue the updates that are due on the GPU, without waiting for them."""
         assert self._captured is not None
         assert self._captured_warmup is not None
+        if self.buffer.num_moves != self._num_moves:
+            self._reset_recordings()
         period, warmup = self.algorithm.period, self.experience.captured_warmup
         while self._due >= period:
             version = self.algorithm.version

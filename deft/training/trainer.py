@@ -44,6 +44,7 @@ from deft.training.policy_loop import PolicyLoop
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
+SHORT_CHUNKS = 8  # memory is reserved for one more chunk in so many
 # The settings of `env` that define what the environments are.
 ENV_SETTINGS = ("id", "kwargs", "max_episode_steps", "reward_weights", "rename_streams")
 Env: TypeAlias = gymnasium.Env | list[gymnasium.Env] | gymnasium.vector.VectorEnv | VectorEnv
@@ -125,7 +126,9 @@ class Trainer(PolicyLoop):
         self.gather_weights()
         # No two environments of a run start alike, nor do those of two runs with other seeds.
         env_seed = training_seed(spec.seed) + self.processes.rank * own.num_envs
-        planned = math.ceil(self.settings.total_timesteps / self._num_envs) * own.num_envs
+        planned = math.ceil(self.settings.total_timesteps / (self._num_envs * own.chunk_length)) * own.num_envs
+        if own.chunk_length > 1:  # the last chunk of an episode may be shorter: room for more of them
+            planned += planned // SHORT_CHUNKS + own.num_envs
         self.collection = make_collection(
             own, self.acting, algorithm, self.settings, env_seed, spec.fresh_policy, planned, spec.timeout
         )

@@ -114,6 +114,25 @@ def test_the_indicator_is_the_last_word_of_an_instruction():
     assert texts.shape[1:] == conditioned_space(space, True)[schema.INSTRUCTION].shape == (15,)
 
 
+@pytest.mark.parametrize("distribution", ["gaussian", "flow"])
+def test_a_policy_of_a_vector_starts_as_it_was(distribution):
+    """Weights without an indicator get a row of zeros for it: no indicator changes an action before the first update."""
+    plain = make_policy(
+        DatasetPolicyConfig(hidden_dim=32, normalize_observation=True, distribution=distribution), box(2), ACTIONS
+    )
+    plain.observe(schema_row(torch.tensor([[1.0, 2.0], [3.0, -2.0], [5.0, 0.0]])))
+    policy = conditioned(box(2), normalize_observation=True, distribution=distribution)
+    policy.load_state_dict(policy.complete_weights(plain.state_dict()))
+    rows = torch.tensor([[0.5, 1.0], [4.0, -1.0]])
+    for indicator in (POSITIVE, NEGATIVE, NONE):
+        actions = []
+        for one, observation in ((plain, rows), (policy.base, policy.conditioned(rows, indicator))):
+            torch.manual_seed(0)
+            actions.append(one.act(schema_row(observation), deterministic=True)[schema.ACTION])
+        torch.testing.assert_close(*actions, rtol=0, atol=1e-6)
+    assert torch.equal(policy.base.actor.weights[0][:, 2], torch.zeros(1, 32))
+
+
 def test_it_finds_the_better_actions_of_a_dataset():
     """3 of 10 first actions are about 0.6 and lead to reward 1; plain imitation finds the mean, −0.24."""
     dataset = two_step_dataset()

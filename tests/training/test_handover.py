@@ -10,6 +10,8 @@ from tensordict import TensorDict
 from deft import DatasetWriter, schema
 from deft.envs.make import wrap
 from deft.evaluation.evaluate import find_run, load_policy
+from deft.ownership import write_manifest
+from deft.runs.policies import checkpoint_folder
 
 DATASET = "lerobot_v2/robot_sim_picknplace"
 ENV = f"lerobot_worlds:{ENV_ID}"
@@ -97,3 +99,19 @@ def test_three_commands_take_a_recorded_dataset_to_a_policy_that_learned_online(
         assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
     results = deft("evaluate", "grpo", "--env", ENV, "--episodes", 2, "--device", "cpu", "--json")
     assert results["episodes"] == 2
+
+
+def test_a_policy_that_was_published_without_its_training_state_has_no_critics(deft_or_error, tmp_path):
+    deft = deft_or_error
+    deft("collect", "--env", "Pendulum-v1", "--policy", "random", "--steps", 20, "--out", "random-v0", "--json")
+    sft = ["--dataset", "random-v0", "--num-epochs", 1, "--updates-per-epoch", 1, "--hidden-dim", 8, *COMMON]
+    deft("train", "sft", *sft, "--output-dir", "sft")
+    checkpoint = checkpoint_folder(tmp_path / "sft")
+    (checkpoint / "training_state.pt").unlink()
+    sac = ["train", "sac", "--env", "Pendulum-v1", "--model-path", checkpoint, "--learning-starts", 10]
+    sac += ["--batch-size", 4, "--total-timesteps", 12, *COMMON]
+    assert "training_state.pt: missing" in deft(*sac, "--output-dir", "damaged")  # its manifest lists it
+    (checkpoint / "deft_manifest.json").unlink()
+    write_manifest(checkpoint, {})
+    deft(*sac, "--output-dir", "sac")
+    assert checkpoint_folder(tmp_path / "sac").name == "checkpoint-12"

@@ -87,6 +87,26 @@ def test_the_critics_warm_up_is_a_recording_of_its_own(tmp_path):
     trainer.close()
 
 
+def test_updates_are_recorded_again_when_the_buffer_moves(tmp_path, monkeypatch):
+    """A CUDA graph reads the memory that it was captured with."""
+    trainer, resets = build(tmp_path, "run"), []
+    collection = trainer.collection
+    collection._planned_steps = 16
+
+    def reset():
+        resets.append(len(collection.buffer))
+        collection._num_moves = collection.buffer.num_moves
+
+    monkeypatch.setattr(collection, "_reset_recordings", reset)
+    start = collection.start
+    monkeypatch.setattr(collection, "start", lambda steps, total: start(steps, None))  # as with chunks
+    trainer.train()
+    # Room for 16 of the 60 transitions, then 32 and 64; two come at a time.
+    assert resets == [18, 34]
+    assert trainer.algorithm.version == 40
+    trainer.close()
+
+
 def test_bf16_products_are_made_by_onednn_and_learn_alike(tmp_path):
     trainer, seen = build(tmp_path, "run", precision="bf16"), []
     trainer.collection.collector.before_stepping = lambda: seen.append(torch.backends.mkldnn.enabled)

@@ -451,6 +451,8 @@ def test_chunks_are_learned_and_resume_bit_for_bit(tmp_path):
     assert whole.evaluate(20)["mean_reward"] == 1.0
     for trainer in trainers:
         trainer.close()
+    # 300 env steps in chunks of 2 are at least 150 transitions; there is room for 1/8 more and 2 of the environments
+    assert [len(one.collection.buffer._steps.tensors["action"]) for one in trainers] == [170] * 3
     with pytest.raises(InputError, match=r"n_step 3: with chunk_length 2 .*; use --n_step 1"):
         build_trainer(config(tmp_path, "n", cfg={"n_step": 3}, **chunks))
 
