@@ -108,14 +108,19 @@ def share_over_seeds(rates: Sequence[float], episodes: int) -> str:
     return f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a Markdown table with aligned columns."""
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table with aligned columns."""
     cells = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
     lines = [f"| {' | '.join(row)} |" for row in padded]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    print("\n".join(lines), flush=True)
+    return "\n".join(lines)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a Markdown table."""
+    print(table(header, rows), flush=True)
 
 
 def machine() -> dict[str, Any]:

@@ -54,8 +54,8 @@ class AdvantagePolicy(WrappingPolicy):
     """π(a | o, I) by another policy, whose observation has the indicator I ∈ {1, −1, 0 (none)}.
 
     With a stream `instruction` I is the last word of its text, so that weights of a policy without an indicator fit.
-    Otherwise it is one more number of the vector, for which such weights are widened, or a stream `advantage`. It acts with I = 1; with a guidance w ≠ 1
-    (classifier-free guidance) its mean is μ(o, 0) + w (μ(o, 1) − μ(o, 0)).
+    Otherwise it is one more number of the vector, for which such weights are widened, or a stream `advantage`. It acts
+    with I = 1; with a guidance w ≠ 1 (classifier-free guidance) its mean is μ(o, 0) + w (μ(o, 1) − μ(o, 0)).
     """
 
     def __init__(self, base: Policy, observation_space: gymnasium.Space, config: PolicyConfig) -> None:

@@ -116,7 +116,7 @@ def test_the_indicator_is_the_last_word_of_an_instruction():
 
 @pytest.mark.parametrize("distribution", ["gaussian", "flow"])
 def test_a_policy_of_a_vector_starts_as_it_was(distribution):
-    """Weights without an indicator get a row of zeros for it: no indicator changes an action before the first update."""
+    """Weights without an indicator get a row of zeros for it: none changes an action before the first update."""
     plain = make_policy(
         DatasetPolicyConfig(hidden_dim=32, normalize_observation=True, distribution=distribution), box(2), ACTIONS
     )
