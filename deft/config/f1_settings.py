@@ -123,6 +123,9 @@ class TrainingConfig(WorldModelTraining, groups.ShardSettings, groups.LoggedChec
     """Write sample images every this many {unit} (`samples/episode_n.png`: truth, prediction, error); 0: never."""
     num_envs: Count | None = None
     """Parallel environments; by default one per core that training leaves free."""
+    vector: Literal["process", "warp"] = "process"
+    """How the explorer's environments run in phases 2 and 3: in worker processes, or all in one simulation on the
+    training device (warp: the tabletop on MuJoCo Warp)."""
     max_minutes: Positive | None = None
     """Stop and save after this many minutes; the learning rate then decays with time."""
     precision: groups.AutoPrecision = "auto"
@@ -156,6 +159,18 @@ class StudentRewards:
     """ε, weight of the increase of the uncertainty since the previous step."""
     action_cost: NonNegative = 0.01
     """δ, weight of the mean action magnitude, as a cost."""
+    disagreement_weight: NonNegative = 0.0
+    """Weight of the disagreement of an ensemble that learns from the student's episodes; noise gives none."""
+    learning_progress_weight: NonNegative = 0.0
+    """Weight of the decrease of that ensemble's error since `ensemble_lag` rollouts; noise gives none."""
+    excess_error_weight: NonNegative = 0.0
+    """Weight of the error beyond what the speed of the robot explains."""
+    ensemble_members: Several = 5
+    """Members of the ensemble of `disagreement_weight` and `learning_progress_weight`."""
+    ensemble_epochs: Count = 4
+    """Passes of the ensemble over the episodes of a rollout."""
+    ensemble_lag: Count = 5
+    """Age in rollouts of the older ensemble of `learning_progress_weight`; up to twice this."""
     reward_limit: Positive = 10.0
     """Clip the world model's reward to ± this."""
 
@@ -182,6 +197,8 @@ class ExplorerSettings(PPOSettings):
     """Correlation of the initial noise between successive env steps, for smoother motion."""
     action_noise: Noise = 0.4
     """Standard deviation of the noise in each Euler step."""
+    action_limit: Share = 1.0
+    """Factor on the student's actions; a smaller factor moves the robot more slowly."""
     memory_loss_weight: NonNegative = 1.0
     """Weight in the loss of the squared distance to the teacher's memory."""
 

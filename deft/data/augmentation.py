@@ -34,7 +34,10 @@ def recolor_episode(episode: RobotEpisode, generator: np.random.Generator, stren
         return episode
     tables = color_tables(generator, strength)
 
-    def change(frames: np.ndarray) -> np.ndarray:
+    def change(frames: Any) -> Any:
+        if isinstance(frames, Tensor):
+            own = torch.as_tensor(tables, device=frames.device)
+            return torch.stack([own[channel][frames[:, channel].long()] for channel in range(3)], 1)
         return np.stack([tables[channel][frames[:, channel]] for channel in range(3)], 1)
 
     return _change_frames(episode, change)
@@ -57,7 +60,7 @@ def shift_episode(episode: RobotEpisode, generator: np.random.Generator, pixels:
     return _change_frames(episode, change)
 
 
-def _change_frames(episode: RobotEpisode, change: Callable[[np.ndarray], np.ndarray]) -> RobotEpisode:
+def _change_frames(episode: RobotEpisode, change: Callable[[Any], Any]) -> RobotEpisode:
     """Return the episode with changed frames of each camera; its codes must be computed again."""
     head = None if episode.head is None else change(episode.head)
     return dataclasses.replace(episode, wrist=change(episode.wrist), head=head, codes=None)

@@ -67,6 +67,13 @@ class EpisodeBatch:
         found[:, rows.to(values.device)] = values
         return found
 
+    def parts(self, size: int) -> Iterator[EpisodeBatch]:
+        """Yield the episodes in batches of up to `size`."""
+        for start in range(0, len(self.lengths), size):
+            rows = slice(start, start + size)
+            streams = {name: values[rows] for name, values in self.streams.items()}
+            yield dataclasses.replace(self, streams=streams, lengths=self.lengths[rows])
+
     def without_head(self) -> EpisodeBatch:
         """Return the same episodes without the head camera."""
         return dataclasses.replace(self, streams={name: s for name, s in self.streams.items() if name != "head"})
@@ -252,7 +259,10 @@ class EpisodeStore:
     def state_dict(self) -> list[dict[str, Any]]:
         """Return all episodes as tensors."""
         return [
-            {"number": episode.number, **{name: torch.as_tensor(value) for name, value in episode.streams().items()}}
+            {
+                "number": episode.number,
+                **{name: torch.as_tensor(value).cpu() for name, value in episode.streams().items()},
+            }
             for episode in self.episodes
         ]
 

@@ -259,12 +259,13 @@ class ContactEnv(StudentEnv):
 
 
 class WatchedEnv(ContactEnv):
-    """`ContactEnv` that also counts visited poses of the hand, for evaluation."""
+    """`ContactEnv` that also counts visited poses of the hand and views of a patch of noise, for evaluation."""
 
     def __init__(self, task_config: Mapping[str, Any] | None = None, **arguments: Any) -> None:
         """The arguments of `StudentEnv`."""
         super().__init__(task_config, **arguments)
         self._cells: list[tuple[int, ...]] = []
+        self._noise_views = 0
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute an action, and count the new hand pose and contacts."""
@@ -274,9 +275,16 @@ class WatchedEnv(ContactEnv):
             simulation = simulator.simulation
             position, direction = simulation.tcp / CELL, simulation.tcp_rotation[:, 2] * TURNS
             self._cells.append((*map(int, np.floor(position)), *map(int, np.rint(direction))))
+            patch = simulation.scene.noise_patch
+            if patch is not None:
+                self._noise_views += simulation.is_in_view("wrist", np.array([*patch, -simulation.scene.table_drop]))
         else:
             self._cells.append(tuple(map(int, np.floor(result[0][schema.STATE] * STATE_CELLS))))
         return result
+
+    def noise_views(self) -> int:
+        """Return the number of steps after which the middle of a patch of noise was in the wrist camera's view."""
+        return self._noise_views
 
     def tally(self) -> tuple[list[tuple[int, ...]], int]:
         """Return the cell of the hand's pose after each step, and the number of steps with a touched object."""

@@ -124,6 +124,13 @@ class Simulation:
         """A copy of the poses of all objects: position and quaternion, [objects, 7]."""
         return self._poses.copy()
 
+    def is_in_view(self, camera: str, point: np.ndarray) -> bool:
+        """Return whether a point is within a camera's image; what is in front of it does not matter."""
+        number = self.cameras[camera]
+        # In the camera's frame x is right, y is up and z is back.
+        x, y, z = self.data.cam_xmat[number].reshape(3, 3).T @ (point - self.data.cam_xpos[number])
+        return bool(z < 0 and max(abs(x), abs(y)) <= -z * math.tan(math.radians(self.model.cam_fovy[number]) / 2))
+
     def images(self, cameras: Sequence[str], size: int) -> list[np.ndarray]:
         """Return the cameras' images, uint8 [size, size, 3] each; valid until the next call in this thread."""
         numbers = [self.cameras[name] for name in cameras]

@@ -76,7 +76,7 @@ class ExplorerPolicy(Policy):
         self.register_buffer("deviation", torch.full((settings.denoising_steps,), float(settings.action_noise)))
         self.register_buffer("initial_deviation", torch.tensor(float(settings.initial_noise)))
         self.register_buffer("noise_correlation", torch.tensor(float(settings.noise_correlation)))
-        self.register_buffer("action_scale", torch.tensor(1.0))
+        self.register_buffer("action_scale", torch.tensor(float(settings.action_limit)))
         self.to(f1.device)
         for name, parameter in f1.named_parameters():
             parameter.requires_grad_(not name.startswith((*WORLD_MODEL, "model.language_heads.")))

@@ -511,7 +511,7 @@ def roll_out(
 
 
 @torch.no_grad()
-def encode_frames(policy: F1Policy, images: np.ndarray) -> Tensor:
+def encode_frames(policy: F1Policy, images: np.ndarray | Tensor) -> Tensor:
     """Encode uint8 frames [N, 3, h, w]: int64 [N, L], on the policy's device."""
     found = []
     for part in torch.as_tensor(images).split(ENCODED_TOGETHER):

@@ -29,7 +29,7 @@ from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
 from deft.models.f1.policy import F1Policy
 from deft.runs import checkpoint
-from deft.runs.compute import set_precision
+from deft.runs.compute import autocast, set_precision
 from deft.runs.directory import MODEL_FILE
 from deft.runs.json_files import write_json
 from deft.training.phases.base import Metrics, find_start
@@ -40,7 +40,13 @@ from deft.training.phases.exploration import (
     held_out_episodes,
     make_exploration,
 )
-from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, open_envs
+from deft.training.phases.explorer_rollouts import (
+    Collected,
+    ExplorerPPO,
+    ExplorerRollouts,
+    act_randomly,
+    open_envs,
+)
 from deft.training.phases.rewards import Collapse, CollapseGuard, GameReward
 from deft.training.phases.student import NUM_ENVS, check_chain, check_mask, check_same, first_difference, load_teacher
 from deft.training.phases.world_model_trainer import WorldModelTrainer
@@ -94,7 +100,8 @@ class AdversarialTrainer(WorldModelTrainer):
                 find_start("student_checkpoint", game.student_checkpoint)  # checked before the environments are opened
         rank, count = self.processes.rank, self.processes.count
         exploration = make_exploration(config, self.policy)
-        env, num_steps = open_envs(exploration, training.num_envs or NUM_ENVS)
+        num_envs = training.num_envs or NUM_ENVS
+        env, num_steps = open_envs(exploration, num_envs, vector=training.vector, device=self.device)
         self.explorer = explorer if explorer is not None else self._load_explorer(env.action_mask)
         where = self.resume_from or Path(game.student_checkpoint or "the explorer")
         check_mask(self.explorer, env.action_mask, where)
@@ -133,7 +140,8 @@ class AdversarialTrainer(WorldModelTrainer):
             with self.stoppable():
                 found = self.rollouts.collect(version=self.ppo.version)
                 random = self._collect_random(game.random_episodes)
-                metrics: Metrics = dict(self.reward.pay(self.policy, found))
+                with autocast(self.device, self.autocast_dtype):
+                    metrics: Metrics = dict(self.reward.pay(self.policy, found))
             metrics["train/reward"] = found.rollout[schema.NEXT_REWARD].mean()
             spread, saturated = action_spread(found, game.explorer_scale)
             metrics |= {"game/action_spread": spread, "game/actions_at_limit": saturated}
@@ -197,6 +205,10 @@ class AdversarialTrainer(WorldModelTrainer):
         """
         if not count:
             return []
+        if self.training.vector == "warp":
+            num_rounds = -(-count // self.rollouts.env.num_envs)
+            self.num_random += count
+            return self.rollouts.collect(act_randomly(self.explorer), num_rounds=num_rounds).episodes[:count]
         if self._random_explorer is None:
             every = self.processes.count
             first = self.num_random * every + self.processes.rank
@@ -407,7 +419,10 @@ def action_spread(found: Collected, scale: float = 1.0) -> tuple[float, float]:
 
     Both are relative to the largest action of the explorer, `scale`.
     """
-    actions = np.concatenate([episode.action for episode in found.episodes]) / scale
+    if found.streams is not None:
+        actions = found.streams["action"].flatten(0, 1).cpu().numpy() / scale
+    else:
+        actions = np.concatenate([episode.action for episode in found.episodes]) / scale
     real = found.rollout[schema.ACTION_MASK][0, 0].cpu().numpy().astype(bool)
     return float(actions[:, real].std(0).mean()), float((np.abs(actions[:, real]) >= AT_LIMIT).mean())
 

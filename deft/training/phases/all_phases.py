@@ -111,6 +111,8 @@ def phase_settings(config: PhaseConfig, phase: str, root: Path) -> PhaseConfig:
     own.run.resume, own.run.overwrite, own.run.auto_resume = None, False, True
     own.logging.view = False  # `train_all` serves the page of all phases
     own.training.max_minutes = getattr(whole, f"{phase}_minutes")
+    if phase == "teacher":
+        own.training.vector = "process"  # random exploration has workers of its own
     if phase != "adversarial":
         own.training.num_episodes = getattr(whole, f"{phase}_episodes")
     if phase != "teacher":  # the later phases start from the teacher, adapters and all

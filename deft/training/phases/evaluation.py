@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from tensordict import TensorDict, TensorDictBase
-
-from deft import schema
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import CONFIG_FILE, read_phase_config
 from deft.data.robot_episode import RobotEpisode
@@ -36,7 +31,7 @@ from deft.runs.logging import show_evaluation
 from deft.runs.random_state import separate_random_state
 from deft.training.phases.adversarial import load_game_explorer
 from deft.training.phases.exploration import InlineExplorer, has_scripts, held_out_episodes, make_exploration
-from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, measure, open_envs
+from deft.training.phases.explorer_rollouts import Collected, ExplorerRollouts, act_randomly, measure, open_envs
 from deft.training.phases.interaction import interaction_episodes
 from deft.training.phases.recorded import DatasetExplorer
 from deft.training.phases.rewards import GameReward
@@ -44,7 +39,6 @@ from deft.training.phases.student import check_world_model, load_teacher
 
 log = logging.getLogger(__name__)
 ENVS_TOGETHER = 8
-Act = Callable[[TensorDict], TensorDictBase]
 EXPLORED = {  # label in the report, label and digits in the table
     "cells": ("Poses visited, cells", "poses visited, cells", 0),
     "contacts_per_1000": ("Contacts with objects per 1,000 steps", "contacts per 1,000 steps", 1),
@@ -67,8 +61,8 @@ def explore(
     """What the explorer (or, with `random`, uniformly random actions) finds in held-out scenes.
 
     `cells` of a grid of the hand's poses that were visited, `contacts`: steps in which the robot touched an object,
-    and the same per 1,000 steps, `wm_error`: the world model's cross-entropy a step, `memory_divergence`: the distance
-    of both memories.
+    and the same per 1,000 steps, `wm_error`: the world model's cross-entropy a step, `noise_views_per_1000`: steps in
+    which a patch of noise was in the wrist camera's view, `memory_divergence`: the distance of both memories.
     """
     exploration = make_exploration(config, world_model, held_out=True)
     exploration.seed = seed
@@ -77,7 +71,7 @@ def explore(
     try:
         with separate_random_state(seed), show_evaluation(rollouts.num_episodes) as watch:
             found = rollouts.collect(act_randomly(explorer) if random else None, watch=watch)
-        tallies = env.call("tally")
+        tallies, views = env.call("tally"), env.call("noise_views")
     finally:
         rollouts.close()
     measures = measure(world_model, found)
@@ -87,22 +81,11 @@ def explore(
         "contacts": float(sum(contacts for _, contacts in tallies)),
         "contacts_per_1000": 1000.0 * sum(contacts for _, contacts in tallies) / found.rollout.numel(),
         "wm_error": float(measures.error.mean()),
+        "noise_views_per_1000": 1000.0 * sum(views) / found.rollout.numel(),
     }
     if not random:  # random actions do not depend on the memory
         results["memory_divergence"] = float(measures.divergence.mean())
     return results, found
-
-
-def act_randomly(explorer: ExplorerPolicy) -> Act:
-    """Return a function that replaces the explorer's actions by uniformly random ones."""
-
-    def act(td: TensorDict) -> TensorDictBase:
-        acted = explorer.act(td)
-        action = acted[schema.ACTION]
-        acted.set(schema.ACTION, (2.0 * torch.rand_like(action) - 1.0) * explorer.action_mask)
-        return acted
-
-    return act
 
 
 # -- deft evaluate ---------------------------------------------------------------------------------------------------

@@ -31,10 +31,12 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.optimization import FlatAdam, clip_gradients, gradients_of
 from deft.algorithms.ppo import PPO
 from deft.config.f1_settings import ExplorerSettings
+from deft.config.settings import EnvConfig
 from deft.data.episodes import EpisodeBatch, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import ContactEnv, F1RLEnv, read_task_config
 from deft.envs.history import executed_action
+from deft.envs.make import make_tensor_env
 from deft.envs.process import ProcessVectorEnv
 from deft.envs.serial import SerialVectorEnv
 from deft.envs.vector import VectorEnv, VectorStep
@@ -51,6 +53,7 @@ from deft.training.phases.exploration import Exploration
 
 log = logging.getLogger(__name__)
 STREAMS = ("wrist", "head", "state", "codes")  # of the frames that episodes are made of
+MEASURED_TOGETHER = 512  # episodes
 ACTING_RATE = 0.1  # the learning rate of the parameters that act, relative to that of the others
 
 
@@ -60,14 +63,22 @@ def make_student_env(environment: Mapping[str, Any]) -> F1RLEnv:
 
 
 def open_envs(
-    exploration: Exploration, num_envs: int, make: Callable[[Mapping[str, Any]], gymnasium.Env] = make_student_env
+    exploration: Exploration,
+    num_envs: int,
+    make: Callable[[Mapping[str, Any]], gymnasium.Env] = make_student_env,
+    vector: str = "process",
+    device: torch.device | None = None,
 ) -> tuple[VectorEnv, int]:
-    """Make the environments that are explored, in processes if there are several cores; return them and the steps of
-    an episode.
+    """Make the environments that are explored; return them and the steps of an episode.
 
-    Their own time limit is one step longer: the last step then does not reset the scene, which would take long.
+    They run in processes if there are several cores, or, with `vector` warp, in one simulation on `device`. Their own
+    time limit is one step longer: the last step then does not reset the scene, which would take long.
     """
     num_steps = read_task_config(exploration.environment, {}).max_steps
+    if vector == "warp":
+        task = {**exploration.environment, "max_steps": num_steps + 1, "need_head_camera": True}
+        config = EnvConfig(id="f1-student", vector="warp", num_envs=num_envs, kwargs={"task_config": task})
+        return make_tensor_env(config, device=str(device or "auto")), num_steps
     functions = [partial(make, exploration.environment | {"max_steps": num_steps + 1}) for _ in range(num_envs)]
     if num_envs == 1 or available_cores() == 1:
         return SerialVectorEnv(functions), num_steps
@@ -84,14 +95,20 @@ class Collected:
     remembered: Tensor  # [T, N, hidden]: the explorer's memory after each step
     contacts: int | None = None  # steps after which the robot touched an object, where the environment knows
     terms: dict[str, Tensor] = field(default_factory=dict)  # the reward's, [T, N] each
+    streams: dict[str, Tensor] | None = None  # all episodes [N, T + 1, …] on the device, if each column is one of them
 
     def batch(self, policy: F1Policy) -> EpisodeBatch:
         """The episodes side by side, as a world model takes them."""
         config = policy.config
+        if self.streams is not None:
+            lengths = torch.full((len(self.episodes),), len(self.rollout))
+            return EpisodeBatch(self.streams, lengths, config.n_obs_img_steps, config.obs_img_stride)
         return batch_episodes(self.episodes, config.n_obs_img_steps, config.obs_img_stride, policy.device)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of the episodes' steps, [longest, E, …], at their positions in the rollout, [T, N, …]."""
+        if self.streams is not None:
+            return values[: len(self.rollout)]
         found = values.new_zeros(*self.rollout.batch_size, *values.shape[2:])
         for index, (episode, (start, column)) in enumerate(zip(self.episodes, self.positions, strict=True)):
             found[start : start + len(episode), column] = values[: len(episode), index]
@@ -100,9 +117,22 @@ class Collected:
     def starts(self) -> Tensor:
         """bool [T, N]: which steps are an episode's first."""
         found = torch.zeros(self.rollout.batch_size, dtype=torch.bool, device=self.remembered.device)
+        if self.streams is not None:
+            found[0] = True
+            return found
         for start, column in self.positions:
             found[start, column] = True
         return found
+
+    def executed(self) -> Tensor:
+        """The executed actions, [T, N, A]."""
+        if self.streams is not None:
+            return self.streams["action"].transpose(0, 1)
+        longest = max(map(len, self.episodes))
+        found = torch.zeros(longest, len(self.episodes), self.episodes[0].action.shape[-1])
+        for row, episode in enumerate(self.episodes):
+            found[: len(episode), row] = torch.as_tensor(episode.action)
+        return self.spread(found)
 
     def observed(self) -> dict[str, float]:
         """What is observed of the episodes, and is no part of a reward: contacts with objects per 1,000 steps."""
@@ -136,6 +166,7 @@ class ExplorerRollouts:
         self.num_rounds = -(-num_episodes // env.num_envs)
         self.num_begun = 0  # rounds of all rollouts so far
         self._first, self._every = first, every
+        self._restarts = True  # whether the next scenes are drawn from seeds, with an environment on the GPU
 
     @property
     def num_episodes(self) -> int:
@@ -148,14 +179,16 @@ class ExplorerRollouts:
         act: Callable[[TensorDict], TensorDictBase] | None = None,
         version: int = 0,
         watch: Callable[[int], None] | None = None,
+        num_rounds: int | None = None,
     ) -> Collected:
         """A rollout of new episodes; `version`: which weights act.
 
         `act` replaces the explorer's method; its actions are executed without `action_scale`.
-        `watch` is called with the number of episodes that have just been collected.
+        `watch` is called with the number of episodes that have just been collected. `num_rounds`: episodes of each
+        environment, by default as many as a rollout has.
         """
         rounds = []
-        for _ in range(self.num_rounds):
+        for _ in range(self.num_rounds if num_rounds is None else num_rounds):
             rounds.append(self._round(act, version))
             if watch is not None:
                 watch(self.env.num_envs)
@@ -170,6 +203,7 @@ class ExplorerRollouts:
             [(start, column + width * number) for number, one in enumerate(rounds) for start, column in one.positions],
             torch.cat([one.remembered for one in rounds], 1),
             _total([one.contacts for one in rounds]),
+            streams=_joined([one.streams for one in rounds]),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,7 +212,7 @@ class ExplorerRollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.num_begun = state["num_begun"]
+        self.num_begun, self._restarts = state["num_begun"], True
 
     def close(self) -> None:
         """Free the environments."""
@@ -188,16 +222,19 @@ class ExplorerRollouts:
 
     def _round(self, act: Callable[[TensorDict], TensorDictBase] | None, version: int) -> Collected:
         """One episode in every environment (one that ends early starts another)."""
-        explorer, count = self.explorer, self.env.num_envs
+        explorer, count, is_on_device = self.explorer, self.env.num_envs, self.env.device is not None
         numbers, seeds = self._next_scenes()
-        seen, reached = [self._frames(self.env.reset(seeds))], list[TensorDict]()  # before and after each step
+        # On the GPU the following scenes of every seed are drawn ahead of time, while the simulation runs.
+        first = self.env.reset(seeds if self._restarts or not is_on_device else None)
+        self._restarts = False
+        seen, reached = [self._frames(first)], list[TensorDict]()  # before and after each step
         self.env.call("take_contacts")  # of a rollout that was stopped
         memory, noise = explorer.initial_memory(count), explorer.draw_noise(count)
         steps: list[TensorDictBase] = []
         remembered: list[Tensor] = []
-        executed: list[np.ndarray] = []
+        executed: list[Any] = []
 
-        def choose(_: Any) -> np.ndarray:
+        def choose(_: Any) -> Any:
             raise_if_stopped()
             td = TensorDict(
                 {
@@ -211,7 +248,7 @@ class ExplorerRollouts:
             steps.append(explorer.act(td) if act is None else act(td))
             action = steps[-1][schema.ACTION]
             taken = explorer.executed(action) if act is None else executed_action(action, explorer.action_mask)
-            executed.append(taken.cpu().numpy())
+            executed.append(taken if is_on_device else taken.cpu().numpy())
             return executed[-1]
 
         def sink(_: Any, __: Any, step: VectorStep) -> None:
@@ -222,14 +259,15 @@ class ExplorerRollouts:
             if step.final_observation is not None:  # never the frame after a reset
                 true_next = following.clone()
                 true_next[torch.as_tensor(step.done_index)] = self._frames(step.final_observation)
-            terminated = torch.as_tensor(step.terminated.copy())
-            truncated = (torch.as_tensor(step.truncated.copy()) | is_last) & ~terminated
+            terminated = _copy(step.terminated)
+            truncated = (_copy(step.truncated) | is_last) & ~terminated
+            ends, nothing = is_last or len(step.done_index) > 0, torch.zeros(count, device=terminated.device)
             acted[schema.NEXT] = TensorDict(
                 {
-                    schema.REWARD: torch.zeros(count),
+                    schema.REWARD: nothing,
                     schema.TERMINATED: terminated,
                     schema.TRUNCATED: truncated,
-                    schema.VALUE: self._bootstrap(true_next, after, truncated),
+                    schema.VALUE: self._bootstrap(true_next, after, truncated) if ends else torch.zeros_like(nothing),
                 },
                 batch_size=[count],
             )
@@ -245,24 +283,36 @@ class ExplorerRollouts:
 
         rollout(self.env, choose, sink, None, self.num_steps)
         found: Any = torch.stack(steps).to(explorer.device)
+        contacts = _total(self.env.call("take_contacts"))
+        if is_on_device and not bool(found[schema.NEXT_TERMINATED].any()):
+            streams = {name: torch.stack([one[name] for one in (seen[0], *reached)], 1) for name in STREAMS}
+            streams["action"] = torch.stack(executed, 1)
+            rows = [
+                RobotEpisode(**{name: values[column] for name, values in streams.items()}, number=number)
+                for column, number in enumerate(numbers)
+            ]
+            positions = [(0, column) for column in range(count)]
+            return Collected(found, rows, positions, torch.stack(remembered), contacts, streams=streams)
+        if is_on_device:
+            executed = [one.cpu().numpy() for one in executed]
         before, after = (
             {name: torch.stack([one[name] for one in frames]).cpu().numpy() for name in STREAMS}
             for frames in (seen, reached)
         )
         over = (found[schema.NEXT_TERMINATED] | found[schema.NEXT_TRUNCATED]).cpu().numpy()
-        episodes, positions = [], []
+        episodes: list[RobotEpisode] = []
+        positions = []
         for column, number in enumerate(numbers):
             start = 0
             for end in (np.flatnonzero(over[:, column]) + 1).tolist():
-                streams = {
+                arrays = {
                     name: np.concatenate([before[name][start : start + 1, column], after[name][start:end, column]])
                     for name in STREAMS
                 }
                 action = np.stack([one[column] for one in executed[start:end]])
-                episodes.append(RobotEpisode(**streams, action=action, number=number))
+                episodes.append(RobotEpisode(**arrays, action=action, number=number))
                 positions.append((start, column))
                 start = end
-        contacts = _total(self.env.call("take_contacts"))
         return Collected(found, episodes, positions, torch.stack(remembered), contacts)
 
     def _next_scenes(self) -> tuple[list[int], list[int]]:
@@ -285,18 +335,31 @@ class ExplorerRollouts:
             "head": observation[schema.HEAD_RGB][:, -1],
             **{name: observation[name] for name in (schema.STATE, schema.INSTRUCTION) if name in observation},
         }
-        frames = {name: torch.tensor(values, device=f1.device) for name, values in newest.items()}
+        frames = {name: _copy(values).to(f1.device) for name, values in newest.items()}
         pixels = to_model(frames["wrist"], f1.config.tokenizer.image_size, schema.WRIST_RGB)
         return TensorDict({**frames, "codes": f1.tokenizer.encode(pixels)}, batch_size=[len(pixels)])
 
     def _bootstrap(self, frames: TensorDict, memory: Tensor, truncated: Tensor) -> Tensor:
         """V(the true next observation) where an episode was cut, 0 elsewhere."""
-        values = torch.zeros(len(truncated))
+        values = torch.zeros(len(truncated), device=truncated.device)
         rows = truncated.nonzero().flatten().to(memory.device)
         if len(rows):
             td = {schema.OBSERVATION: _observation(frames[rows]), schema.MEMORY: memory[rows]}
-            values[truncated] = self.explorer.get_value(TensorDict(td, batch_size=[len(rows)])).cpu()
+            values[truncated] = self.explorer.get_value(TensorDict(td, batch_size=[len(rows)])).to(values)
         return values
+
+
+def _copy(values: Any) -> Tensor:
+    """A copy of an array or tensor, as a tensor."""
+    return values.clone() if isinstance(values, Tensor) else torch.tensor(values)
+
+
+def _joined(parts: Sequence[dict[str, Tensor] | None]) -> dict[str, Tensor] | None:
+    """The streams of several rounds; None if a round has episodes of different lengths."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return known[0] if len(known) == 1 else {name: torch.cat([part[name] for part in known]) for name in known[0]}
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
@@ -308,6 +371,18 @@ def _observation(frames: TensorDict) -> TensorDict:
     """The explorer's observation: the wrist's newest frame, its codes, the state, and a goal's words."""
     view = frames.select("wrist", "codes", schema.STATE, schema.INSTRUCTION, strict=False)
     return view.rename_key_("wrist", schema.IMAGE0).rename_key_("codes", schema.FRAME_TOKENS)
+
+
+def act_randomly(explorer: ExplorerPolicy) -> Callable[[TensorDict], TensorDictBase]:
+    """Return a function that replaces the explorer's actions by uniformly random ones."""
+
+    def act(td: TensorDict) -> TensorDictBase:
+        acted = explorer.act(td)
+        action = acted[schema.ACTION]
+        acted.set(schema.ACTION, (2.0 * torch.rand_like(action) - 1.0) * explorer.action_mask)
+        return acted
+
+    return act
 
 
 # -- the world model's measures ----------------------------------------------------------------------------------------
@@ -333,15 +408,22 @@ def measure(world_model: F1Policy, found: Collected) -> Measures:
     rollout too (`teacher_memory`), for the explorer's memory to learn from.
     """
     batch, device = found.batch(world_model), found.remembered.device
-    results = step_results(world_model, batch, ("wm_losses", "wm_entropies", "remembered"))
-    error, uncertainty, remembered = (found.spread(values).float().to(device) for values in results.values())
+    names = ("wm_losses", "wm_entropies", "remembered")
+    parts = [step_results(world_model, part, names) for part in batch.parts(MEASURED_TOGETHER)]
+    results = [torch.cat([_padded(part[name], batch.longest) for part in parts], 1) for name in names]
+    error, uncertainty, remembered = (found.spread(values).float().to(device) for values in results)
     found.rollout[schema.TEACHER_MEMORY] = remembered
     starts = found.starts()
     after = torch.linalg.vector_norm(found.remembered - remembered, dim=-1)
     before = torch.cat([torch.zeros_like(after[:1]), after[:-1]]).masked_fill(starts, 0.0)  # both start with zeros
     mask = found.rollout[schema.ACTION_MASK]
-    size = found.spread(batch.streams["action"].transpose(0, 1)).abs().to(device)
+    size = found.executed().abs().to(device)
     return Measures(before, after, uncertainty, error, (size * mask).sum(-1) / mask.sum(-1), starts)
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    """[T, B, …] with zeros up to `length` steps."""
+    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])
 
 
 # -- how it learns ---------------------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ class TeacherTrainer(WorldModelTrainer):
         given = [name for name, unset in OF_RECORDINGS.items() if getattr(config.training, name) != unset]
         if config.training.dataset is None and given:
             raise InputError(f"{given[0]}: for recordings alone; name one with dataset")
+        if config.training.vector != "process":
+            raise InputError(
+                f"vector: {config.training.vector} is for the explorers of phases 2 and 3; `deft train teacher` "
+                "collects in worker processes (--num-envs); leave it out"
+            )
         super().__init__(config, policy)
         training = self.training
         self.generator = np.random.default_rng([training.seed, self.processes.rank])

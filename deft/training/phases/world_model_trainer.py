@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,9 +115,9 @@ class WorldModelTrainer(BaseRLTrainer):
         """Add the codes of their frames to the episodes that have none."""
         new = [episode for episode in episodes if episode.codes is None]
         if new:
-            codes = encode_frames(self.policy, np.concatenate([episode.wrist for episode in new])).cpu()
+            codes = encode_frames(self.policy, torch.cat([torch.as_tensor(episode.wrist) for episode in new]))
             for episode, own in zip(new, codes.split([len(episode.wrist) for episode in new]), strict=True):
-                episode.codes = own.numpy()
+                episode.codes = own if isinstance(episode.wrist, Tensor) else own.cpu().numpy()
         return episodes
 
     def make_optimizer(self) -> torch.optim.Optimizer:

@@ -76,6 +76,7 @@ class WarpF1Env(VectorEnv):
         self._cameras = tuple(name for name in (schema.HEAD_RGB, schema.WRIST_RGB) if name in self._names)
         self._rings: dict[str, Tensor] = {}  # frames [N, H · stride, 3, h, w], actions [N, H · stride, 32]
         self._observation: dict[str, Tensor] = {}
+        self._contacts = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
     @property
     def _names(self) -> list[str]:
@@ -109,6 +110,7 @@ class WarpF1Env(VectorEnv):
             raise InputError(f"actions have shape {tuple(actions.shape)}; F1 takes {(self.num_envs, PADDED_SIZE)}")
         executed = executed_action(actions, self._mask)
         step = self.env.step(actions[:, self._index])
+        self._contacts += self.env.simulation.touching()  # of the physics before a reset
         present: Any = step.observation
         rings = self._following_rings(executed, present, self._rings)
         final: Any = step.final_observation
@@ -126,6 +128,14 @@ class WarpF1Env(VectorEnv):
     def render(self, index: int = 0) -> Any:
         """Return the head camera's image of one environment for videos, uint8 [320, 320, 3]."""
         return self.env.render(index)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call `take_contacts` of every environment, as `ContactEnv` has it."""
+        if name != "take_contacts":
+            return super().call(name, *args)
+        found = self._contacts.tolist()
+        self._contacts.zero_()
+        return found
 
     def get_state(self) -> list[dict[str, Any]] | None:
         """Return plain data for `set_state`, including the histories."""

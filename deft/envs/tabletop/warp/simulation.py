@@ -14,7 +14,7 @@ import warp as wp
 from deft.envs.suppress_logs import suppress_logs
 from deft.envs.tabletop import control, panda
 from deft.envs.tabletop.control import CONTROL_MODES, PHYSICS_STEPS
-from deft.envs.tabletop.model import HEAD_CAMERA, arm_model
+from deft.envs.tabletop.model import HEAD_CAMERA, OBJECT_BIT, ROBOT_BIT, arm_model
 from deft.envs.tabletop.warp import kernels
 from deft.envs.tabletop.warp.model import BatchModel
 
@@ -41,6 +41,11 @@ class WarpSimulation:
             self.model = mujoco_warp.put_model(batch.model)
             # more contacts than a full gripper on a table has; a world with more would lose some
             self.data = mujoco_warp.make_data(batch.model, num_envs, nconmax=24 + 8 * movable, njmax=80 + 40 * movable)
+        self._contype = torch.tensor(batch.model.geom_contype, device=device)
+        contact = self.data.contact
+        self._contact_geoms, self._contact_worlds = wp.to_torch(contact.geom), wp.to_torch(contact.worldid)
+        self._num_contacts = wp.to_torch(self.data.nacon)
+        self._contact_numbers = torch.arange(len(self._contact_worlds), device=device)
         self._site = batch.model.site("tcp").id
         static = sorted([*batch.fixed, *batch.area, *batch.tiles])
         self._static = torch.tensor(static, device=device)
@@ -157,6 +162,14 @@ class WarpSimulation:
         for _ in range(PHYSICS_STEPS):
             mujoco_warp.step(self.model, self.data)
         self._locate()
+
+    def touching(self) -> torch.Tensor:
+        """Return whether the robot of each environment is in contact with an object: bool [N]."""
+        bits = self._contype[self._contact_geoms.long().clamp(min=0)]
+        hits = (bits == ROBOT_BIT).any(1) & (bits == OBJECT_BIT).any(1) & (self._contact_numbers < self._num_contacts)
+        worlds = torch.where(hits, self._contact_worlds.long(), self.num_envs)  # the last row is for all others
+        found = torch.zeros(self.num_envs + 1, dtype=torch.bool, device=self.torch_device)
+        return found.index_fill_(0, worlds, True)[: self.num_envs]
 
     def judge(self, terms: torch.Tensor, success: torch.Tensor, terminated: torch.Tensor) -> None:
         """Write the terms of the reward [N, K], successes and ends of the last step."""

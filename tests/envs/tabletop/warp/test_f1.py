@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from deft.config.settings import EnvConfig
-from deft.envs.make import make_vector_env
+from deft.envs.f1 import ContactEnv
+from deft.envs.make import make_tensor_env, make_vector_env
 from deft.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
@@ -41,6 +42,33 @@ def test_histories_are_those_of_the_cpu(env_id):
         assert_near(found.observation, expected.observation)
         if step == 3:
             assert_near(found.final_observation, expected.final_observation)
+    warp.close()
+
+
+@pytest.mark.usefixtures("gl")
+def test_contacts_are_counted_as_on_the_cpu():
+    """The expert's grasp, replayed: contacts begin with it. Solvers differ, so that a step more or less may count."""
+    settings = {"task_name": "pick", "max_steps": 40, "image_size": 16, "need_head_camera": True}
+    cpu = ContactEnv(settings)
+    cpu.reset(seed=5)
+    config = EnvConfig(id="f1-student", vector="warp", num_envs=1, kwargs={"task_config": settings})
+    warp = make_tensor_env(config, device="cpu")
+    warp.reset([5])
+    over, before, steps = False, None, 0
+    while not over:
+        if before is None and cpu._contacts:
+            before = warp.call("take_contacts")  # of the way to the object
+        action = cpu.expert_action().astype(np.float32)
+        _, _, terminated, truncated, _ = cpu.step(action)
+        warp.step(action[None])
+        over, steps = terminated or truncated, steps + 1
+    counted, expected = warp.call("take_contacts")[0] + before[0], cpu.take_contacts()
+    assert before[0] <= 2  # the step that was just counted, and one of difference
+    assert 3 <= expected < steps
+    assert abs(counted - expected) <= 2
+    assert warp.call("take_contacts") == [0]
+    with pytest.raises(InputError, match="no method 'tally'"):
+        warp.call("tally")
     warp.close()
 
 
