@@ -1,7 +1,8 @@
 """An ensemble of small networks that predict the colours of the next frame; their disagreement is a reward.
 
 Unpredictable noise gives no reward: every member learns to predict its mean, so the members agree. The adversarial
-phase trains an ensemble beside the world model if `reward` is `disagreement`.
+phase trains an ensemble beside the world model if `reward` is `disagreement`, the student with a `disagreement_weight`
+or a `learning_progress_weight`.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ class Disagreement(nn.Module):
         """Return the standard deviation across members, averaged over the colours, one value per step."""
         spread = self.predict(batch).std(0).mean(-1)
         return spread.view(batch[schema.STATE].shape[:-1])
+
+    @torch.no_grad()
+    def errors(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the squared error, averaged over members and colours, one value per step."""
+        _, target = self._colours(batch)
+        return (self.predict(batch) - target).square().mean((0, -1)).view(batch[schema.STATE].shape[:-1])
 
     def loss(self, batch: Mapping[str, Tensor], generator: torch.Generator | None = None) -> Tensor:
         """Return the mean squared error, each member on its own random half of the steps."""

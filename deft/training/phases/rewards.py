@@ -5,7 +5,7 @@ The rewards are brought to one scale by running statistics. `CollapseGuard` ends
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,16 +14,14 @@ from torch import Tensor, nn
 from deft.config.f1_settings import AdversarialSection, StudentRewards
 from deft.data.episodes import EpisodeBatch
 from deft.errors import RunError
-from deft.evaluation.world_model import HORIZON
-from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.policy import F1Policy
 from deft.models.normalization import RunningNormalizer
 from deft.models.targets import frozen_copy
 from deft.training.phases.explorer_rollouts import Collected, Measures, measure
+from deft.training.phases.novelty import Ensemble
 
 REWARD_LIMIT = 10.0
 SMALLEST = 1e-6  # of the scale
-ENSEMBLE_RATE = 1e-3  # Adam's learning rate
 FORGOTTEN = 1.3  # times the lowest held-out loss: the world model forgets
 LEAST_SPREAD = 0.02  # deviation of the explorer's actions, relative to the largest action
 MOST_SATURATED = 0.98  # fraction of its actions that are at the limits
@@ -47,6 +45,7 @@ class StudentReward:
 
     Each term but |a| is first normalised: less its running mean, over its running deviation. The weights are
     therefore independent of the units of the terms. `merge` makes those statistics common to several processes.
+    The terms of `deft.training.phases.novelty` that have a weight are added within the clip.
     """
 
     NORMALIZED = ("memory", "uncertainty", "error", "error_progress", "uncertainty_progress")
@@ -54,8 +53,11 @@ class StudentReward:
     def __init__(self, settings: StudentRewards, merge: Callable[[nn.Module], None] | None = None) -> None:
         self.settings, self._merge = settings, merge
         self.scales = RunningNormalizer((len(self.NORMALIZED),))
+        self.further = nn.ModuleDict()  # a normaliser for each further term
 
-    def __call__(self, measures: Measures) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, measures: Measures, further: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The reward [T, N] and its terms, weighted; the statistics include this rollout."""
         settings = self.settings
         raw = (
@@ -65,11 +67,17 @@ class StudentReward:
             rise(measures.error, measures.starts),
             rise(measures.uncertainty, measures.starts),
         )
-        stacked = torch.stack(raw, -1).cpu()
+        stacked, others = torch.stack(raw, -1).cpu(), {name: value.cpu() for name, value in (further or {}).items()}
         self.scales.observe(stacked)
+        for name, value in others.items():
+            if name not in self.further:
+                self.further[name] = RunningNormalizer(())
+            self._scale(name).observe(value)
         if self._merge is not None:
             self._merge(self.scales)
+            self._merge(self.further)
         normalized = dict(zip(self.NORMALIZED, self.scales(stacked).to(measures.error).unbind(-1), strict=True))
+        normalized |= {name: self._scale(name)(value).to(measures.error) for name, value in others.items()}
         outer = settings.wm_uncertainty_weight
         memory = settings.memory_divergence_weight * normalized.pop("memory")
         inner = {name: getattr(settings, f"{name}_weight") * value for name, value in normalized.items()}
@@ -78,13 +86,22 @@ class StudentReward:
         reward = memory + outer * sum(inner.values(), torch.zeros_like(memory)).clamp(-limit, limit)
         return reward, {"memory": memory, **{name: outer * value for name, value in inner.items()}}
 
+    def _scale(self, name: str) -> RunningNormalizer:
+        scale = self.further[name]
+        assert isinstance(scale, RunningNormalizer)
+        return scale
+
     def state_dict(self) -> dict[str, Any]:
         """The running statistics."""
-        return self.scales.state_dict()
+        further = {name: scale.state_dict() for name, scale in self.further.items()}
+        return {"scales": self.scales.state_dict(), "further": further}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self.scales.load_state_dict(state)
+        self.scales.load_state_dict(state.get("scales", state))  # earlier versions saved the scales alone
+        for name, saved in state.get("further", {}).items():
+            self.further[name] = RunningNormalizer(())
+            self.further[name].load_state_dict(saved)
 
 
 class GameReward:
@@ -105,14 +122,12 @@ class GameReward:
         self.scale = RunningNormalizer(())
         self.older: F1Policy | None = None
         self._waiting: dict[str, Tensor] = {}  # the weights that will be the older ones next
-        self.ensemble: Disagreement | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.ensemble: Ensemble | None = None
         if settings.reward == "progress":
             self.older = frozen_copy(world_model).eval()
             self._waiting = _weights(world_model)
         elif settings.reward == "disagreement":
-            self.ensemble = Disagreement(world_model.config, settings.ensemble_size).to(world_model.device)
-            self.optimizer = torch.optim.Adam(self.ensemble.parameters(), ENSEMBLE_RATE)
+            self.ensemble = Ensemble(world_model, settings.ensemble_size)
 
     def raw(self, world_model: F1Policy, found: Collected) -> tuple[Tensor, Measures, dict[str, Tensor]]:
         """The reward [T, N] before the floor and the scale, the world model's measures, and what else it is made of."""
@@ -123,9 +138,8 @@ class GameReward:
             raw = torch.minimum(older.error - measures.error, older.uncertainty - measures.uncertainty)
             return raw, measures, others
         if self.ensemble is not None:
-            batch = found.batch(world_model)
-            parts = [batch.all_rows(self.ensemble(steps), rows) for _, steps, rows in batch.chunks(HORIZON)]
-            return found.spread(torch.cat(parts)).to(measures.error), measures, {}
+            spread = found.spread(self.ensemble.disagreement(found.batch(world_model)))
+            return spread.to(measures.error), measures, {}
         return measures.error, measures, {}
 
     def paid(self, raw: Tensor, measures: Measures) -> Tensor:
@@ -152,16 +166,7 @@ class GameReward:
 
     def learn(self, batch: EpisodeBatch) -> dict[str, Tensor]:
         """Train the ensemble, where there is one, on a batch of episodes."""
-        if self.ensemble is None or self.optimizer is None:
-            return {}
-        losses = []
-        for _, steps, _ in batch.chunks(HORIZON):
-            loss = self.ensemble.loss(steps)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            self.optimizer.step()
-            losses.append(loss.detach())
-        return {"train/ensemble_loss": torch.stack(losses).mean()}
+        return {} if self.ensemble is None else {"train/ensemble_loss": self.ensemble.learn(batch)}
 
     def end_iteration(self, world_model: F1Policy, iteration: int) -> None:
         """Every `progress_lag` iterations the older world model is replaced by the one of that many before."""
@@ -175,8 +180,7 @@ class GameReward:
             "scale": self.scale.state_dict(),
             "older": None if self.older is None else _weights(self.older),
             "waiting": self._waiting,
-            "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
-            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            **({"ensemble": None, "optimizer": None} if self.ensemble is None else self.ensemble.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,9 +191,8 @@ class GameReward:
         if self.older is not None:
             self.older.load_state_dict(state["older"])
             self._waiting = state["waiting"]
-        if self.ensemble is not None and self.optimizer is not None:
-            self.ensemble.load_state_dict(state["ensemble"])
-            self.optimizer.load_state_dict(state["optimizer"])
+        if self.ensemble is not None:
+            self.ensemble.load_state_dict(state)
 
 
 def _weights(policy: F1Policy) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from deft.runs.directory import MODEL_FILE
 from deft.training.phases.base import BaseRLTrainer, Metrics, find_start, moved_with
 from deft.training.phases.exploration import make_exploration
 from deft.training.phases.explorer_rollouts import Collected, ExplorerPPO, ExplorerRollouts, measure, open_envs
+from deft.training.phases.novelty import FURTHER, Novelty
 from deft.training.phases.rewards import Measures, StudentReward
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ PANELS = {
     "train/explained_variance": "Explained variance",
     **{
         f"reward/{name}": f"Reward: {name.replace('_', ' ')}"
-        for name in ("memory", "uncertainty", "error", "error_progress", "uncertainty_progress", "action")
+        for name in ("memory", "uncertainty", "error", "error_progress", "uncertainty_progress", "action", *FURTHER)
     },
 }
 
@@ -74,7 +75,10 @@ class StudentTrainer(BaseRLTrainer):
         settings = config.student.explorer
         self.reward = StudentReward(config.student.rewards, self.processes.merge_statistics)
         self.ppo = ExplorerPPO.of_run(self.explorer, settings, config.training.seed, self.processes)
+        self.novelty = Novelty(config.student.rewards, self.teacher, self.processes)
         self.stateful = {"ppo": self.ppo, "reward": self.reward, "rollouts": self.rollouts}
+        if self.novelty.is_active:
+            self.stateful["novelty"] = self.novelty
 
     def train(self) -> dict[str, Any]:
         """Train, and plot the curves: `plots/rewards.png`."""
@@ -93,9 +97,10 @@ class StudentTrainer(BaseRLTrainer):
                 found = self.rollouts.collect(version=self.ppo.version)
                 with autocast(self.device, self.autocast_dtype):
                     measures = measure(self.teacher, found)
-            found.pay(*self.reward(measures))
-            self.shown_episodes = found.batch(self.teacher) if self.processes.is_first else None
-            self.partial = exploration_metrics(found, measures), []
+            batch = found.batch(self.teacher)
+            found.pay(*self.reward(measures, self.novelty.measure(batch, found, measures)))
+            self.shown_episodes = batch if self.processes.is_first else None
+            self.partial = {**exploration_metrics(found, measures), **self.novelty.learn(batch)}, []
             rollouts.append(found.rollout)
         learned = self.ppo.update(iter(rollouts))
         if self.ppo.unfinished is not None:
@@ -135,13 +140,16 @@ class StudentTrainer(BaseRLTrainer):
         self.teacher = load_teacher(self.config, self.device) if teacher is None else teacher.to(self.device)
         self.teacher.requires_grad_(False).eval()
         exploration = make_exploration(self.config, self.teacher)
-        env, num_steps = open_envs(exploration, training.num_envs or NUM_ENVS)
+        num_envs = training.num_envs or NUM_ENVS
+        env, num_steps = open_envs(exploration, num_envs, vector=training.vector, device=self.device)
         if self.resume_from is None:
             self.explorer = new_explorer(self.teacher, env.action_mask, section.explorer)
         else:
             self.explorer = load_explorer(self.resume_from, self.resume_from.parent / MODEL_FILE, self.device)
             check_world_model(self.teacher, self.explorer.f1, self.resume_from)
             check_chain(self.explorer, section.explorer, self.resume_from)
+            limit = section.explorer.action_limit
+            check_same("action_limit", float(self.explorer.action_scale), limit, self.resume_from)
             check_mask(self.explorer, env.action_mask, self.resume_from)
         rank, count = self.processes.rank, self.processes.count
         episodes = section.explorer.episodes_per_update
@@ -162,8 +170,9 @@ class StudentTrainer(BaseRLTrainer):
 
     def load_phase_state(self, state: dict[str, Any], folder: Path) -> None:
         """Load it, and the explorer's weights unless the trainer was built from this checkpoint."""
-        super().load_phase_state(state, folder)
+        super().load_phase_state({"novelty": None, **state}, folder)  # of a run without further terms
         self.processes.remember_statistics(self.reward.scales)
+        self.processes.remember_statistics(self.reward.further)
         if self.resume_from is None:
             found = load_explorer(folder, folder.parent / MODEL_FILE, self.device)
             check_chain(found, self.config.student.explorer, folder)
