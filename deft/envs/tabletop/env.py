@@ -188,7 +188,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         if target is not None and target not in range(self.settings.num_objects):
             raise InputError(f"options target is {target!r}; choose 0 to {self.settings.num_objects - 1}")
         task = TASKS[self.task_name]
-        self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.split)
+        short = self.randomization.short_name_rate
+        self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.split, short)
         if self.settings.shuffle_instructions:
             self.goal.instruction = self._unrelated_instruction()
         self._potentials = task.potentials(simulation.view(), self.goal)

@@ -78,6 +78,9 @@ class DomainRandomization:
     """Fraction of the scenes with random light in which the light has another colour in every step."""
     noise_patch_rate: Fraction = 0.0
     """Fraction of the scenes with a patch on the table whose tiles have random colours in every step."""
+    short_name_rate: Fraction = 0.0
+    """Fraction of the names in instructions that are a colour ("red one") or, if only one object has it, a kind
+    ("cylinder")."""
 
 
 @dataclass
@@ -161,6 +164,12 @@ class Scene:
     def named(self, split: str) -> list[int]:
         """Return the objects that an instruction may name: with `held-out` those that are not in training."""
         return [index for index, item in enumerate(self.objects) if split != "held-out" or is_held_out(item.name)]
+
+    def short_names(self, index: int) -> list[str]:
+        """Return shorter names of an object that name it alone: its colour, and its kind if no other object has it."""
+        colour, _, kind = self.objects[index].name.partition(" ")
+        has_others = self.clutter or sum(item.name.endswith(f" {kind}") for item in self.objects) > 1
+        return [f"{colour} one"] if has_others else [f"{colour} one", kind]
 
     def as_data(self) -> dict[str, Any]:
         """Return plain data for a checkpoint."""

@@ -60,15 +60,24 @@ class Task(ABC):
     min_objects = 1
 
     def draw_goal(
-        self, random: np.random.Generator, scene: Scene, index: int | None = None, split: str = "all"
+        self,
+        random: np.random.Generator,
+        scene: Scene,
+        index: int | None = None,
+        split: str = "all",
+        short_name_rate: float = 0.0,
     ) -> Goal:
-        """Draw the object, another one as the base, and the instruction."""
+        """Draw the object, another one as the base, and the instruction; see `DomainRandomization.short_name_rate`."""
         count = len(scene.objects)
         named = scene.named(split)
         chosen = named[int(random.integers(len(named)))] if index is None else index
         base = (chosen + 1 + int(random.integers(max(count - 1, 1)))) % count
         template = self.templates[random.integers(len(self.templates))]
-        names = {"object": scene.objects[chosen].name, "base": scene.objects[base].name}
+        names = {}
+        for role, named_index in (("object", chosen), ("base", base)):
+            names[role] = scene.objects[named_index].name
+            if short_name_rate and random.random() < short_name_rate:
+                names[role] = str(random.choice(scene.short_names(named_index)))
         return Goal(chosen, base, template.format(**names))
 
     @abstractmethod

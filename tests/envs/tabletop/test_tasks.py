@@ -94,6 +94,33 @@ def test_words_name_the_object(name: str) -> None:
         assert task.draw_goal(random, view.scene, index=1).index == 1
 
 
+def test_short_names_name_one_object_alone() -> None:
+    """Of "red cube" and "blue cylinder" each has a colour and a kind of its own; of two cubes each has a colour."""
+    task, view = TASKS["place"], make_view()
+    view.scene.objects[0].name, view.scene.objects[1].name = "red cube", "blue cylinder"
+    random = np.random.default_rng(0)
+    texts = {task.draw_goal(random, view.scene, 0, short_name_rate=1.0).instruction for _ in range(60)}
+    names = [(upper, lower) for upper in ("red one", "cube") for lower in ("blue one", "cylinder")]
+    assert texts == {words.format(object=upper, base=lower) for words in task.templates for upper, lower in names}
+    view.scene.objects[1].name = "blue cube"
+    assert view.scene.short_names(0) == ["red one"]
+    view.scene.objects[1].name = "blue cylinder"
+    view.scene.clutter = [view.scene.objects[1]]  # clutter has cylinders too
+    assert view.scene.short_names(0) == ["red one"]
+    halves = [task.draw_goal(random, view.scene, 0, short_name_rate=0.5).instruction for _ in range(400)]
+    share = sum("red cube" in words for words in halves) / 400
+    assert 0.42 < share < 0.58  # 0.5 ± 3 deviations of 0.025
+
+
+def test_without_short_names_no_further_random_numbers_are_drawn() -> None:
+    """The object, the base and one of three templates: the same goals as before there were short names."""
+    view, random, expected = make_view(), np.random.default_rng(3), np.random.default_rng(3)
+    TASKS["pick"].draw_goal(random, view.scene)
+    for count in (2, 1, 3):
+        expected.integers(count)
+    assert random.bit_generator.state == expected.bit_generator.state
+
+
 def test_potentials_rise_towards_the_goal() -> None:
     view = make_view()
     goal = Goal(0, 1, "")
