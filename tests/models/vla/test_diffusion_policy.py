@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from native_policies import DIFFUSION, STREAMS, acted, diffusion_folder, load, observations, statistics
+from tensordict import TensorDict
 from torch import nn
 
-from deft import load_vla_model, schema
+from deft import VLAPolicy, load_vla_model, schema
 from deft.errors import InputError
 from deft.models.vla.diffusion_network import (
     ResidualBlock,
@@ -191,6 +192,8 @@ def test_histories_are_read_and_single_observations_repeated(model: Any, caplog:
     # [oldest, newest], each the state and the keypoints of both cameras: 5 + 2 · 8 numbers
     torch.testing.assert_close(conditions[0][:, 21:], conditions[1][:, 21:])
     torch.testing.assert_close(conditions[0][:, :5], model.state_statistics.normalize(before["state"]))
+    td = VLAPolicy(model).act(TensorDict({schema.OBSERVATION: both.clone()}, [3]))
+    assert td[schema.ACTION].shape == (3, 2, 3)
     both["head_rgb"] = both["head_rgb"][:, :1]
     with pytest.raises(InputError, match=r"'head_rgb' has a history of 1 steps; the diffusion policy reads 2"):
         model.condition(both)
