@@ -57,6 +57,18 @@ PI05: dict[str, Any] = FLOW | {
         "expert_config": {"hidden_size": 24, "intermediate_size": 64, **ATTENTION, "num_hidden_layers": 1},
     },
 }  # fmt: skip
+OFT: dict[str, Any] = {
+    "image_sizes": [16, 16],
+    "vision_config": [
+        {"width": 16, "depth": 3, "heads": 2, "hidden": 24, "patch": 8, "registers": 2, "has_class": True,
+         "has_scales": True},
+        {"width": 24, "depth": 2, "heads": 2, "hidden": 40, "patch": 8},
+    ],
+    "text_config": {
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300,
+    },
+}  # fmt: skip
 TEXTS = ("pick up the red cube", "push the blue cylinder", "go")
 
 
@@ -165,6 +177,38 @@ def pi05_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
     return write_folder(path, "pi05", PI05, weights | heads, streams)
 
 
+def oft_statistics(streams: dict[str, Any] = STREAMS) -> dict[str, Any]:
+    """The statistics of a dataset as OpenVLA writes them; the gripper, the last dim, is not normalised."""
+    known = statistics(streams)
+    action, state = (
+        {key: known[name][key].tolist() for key in ("mean", "std", "q01", "q99")}
+        for name in ("action", "observation.state")
+    )
+    mask = [True] * (streams["action_dim"] - 1) + [False]
+    return {"tabletop": {"action": action | {"mask": mask}, "proprio": state}}
+
+
+def oft_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
+    """A tiny OpenVLA-OFT with new weights, and the weights that are never used."""
+    torch.manual_seed(0)
+    model: Any = load_vla_model(None, "openvla-oft", streams | SETTINGS["openvla-oft"] | {"architecture": OFT})
+    for name, parameter in model.backbone.named_parameters():
+        if "token" in name or "scale_factor" in name:  # as if trained
+            torch.nn.init.normal_(parameter, std=0.5)
+    path.mkdir(parents=True, exist_ok=True)
+    unused = {
+        "language_model.lm_head.weight": torch.zeros(300, 32),
+        "vision_backbone.featurizer.norm.bias": torch.ones(16),
+    }
+    save_file(model.backbone.state_dict() | unused, path / "model.safetensors")
+    for part in ("action_head", "proprio_projector"):
+        weights = {f"module.{name}": value for name, value in model.get_submodule(part).state_dict().items()}
+        torch.save(weights, path / f"{part}--10_checkpoint.pt")
+    (path / "config.json").write_text(json.dumps(OFT | {"model_type": "openvla"}))
+    (path / "dataset_statistics.json").write_text(json.dumps(oft_statistics(streams)))
+    return path
+
+
 MODES = {
     "act": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"),
     "smolvla": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
@@ -172,13 +216,18 @@ MODES = {
     "diffusion": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"},
 }
 FOLDERS = {
-    "act": act_folder, "smolvla": smolvla_folder, "pi05": pi05_folder, "diffusion-policy": diffusion_folder
-}  # fmt: skip
+    "act": act_folder,
+    "smolvla": smolvla_folder,
+    "pi05": pi05_folder,
+    "diffusion-policy": diffusion_folder,
+    "openvla-oft": oft_folder,
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "act": {},
     "smolvla": {"tokenizer": "bytes"},
     "pi05": {"tokenizer": "bytes", "prompt_length": 96},
     "diffusion-policy": {},
+    "openvla-oft": {"tokenizer": "bytes", "prompt_length": 96, "chunk_size": 4},
 }
 """Further `model_config` of each model."""
 

@@ -44,6 +44,7 @@ OWN_MODELS = {
     "smolvla": "deft.models.vla.smolvla.SmolVLA",
     "pi05": "deft.models.vla.pi05.Pi05VLA",
     "diffusion-policy": "deft.models.vla.diffusion_policy.DiffusionPolicyVLA",
+    "openvla-oft": "deft.models.vla.openvla_oft.OpenVLAOFT",
 }
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt")
@@ -73,8 +74,8 @@ def load_vla_model(
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
     the model's; None keeps new weights and logs a warning. Adapters of pretrained models (`pi0`, `vlm`, `openvla`,
-    `lerobot`, `act`, `smolvla`, `pi05`, `diffusion-policy`) take a local folder in its place, with config, weights and
-    tokenizer; `trust_remote_code` allows code in that folder to run.
+    `openvla-oft`, `lerobot`, `act`, `smolvla`, `pi05`, `diffusion-policy`) take a local folder in its place, with
+    config, weights and tokenizer; `trust_remote_code` allows code in that folder to run.
     """
     if isinstance(model_class, str):
         trust.name(model_class)
@@ -278,6 +279,15 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"{path} holds no weights: expected tensors by name, alone or under {' or '.join(map(repr, WRAPPER_KEYS))}"
         )
     return dict(content)
+
+
+def read_weight_files(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The tensors of `model.safetensors`, or of several files `model-….safetensors`, and where they are."""
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise InputError(f"{folder}: there is no model.safetensors in it")
+    weights = {name: value for file in files for name, value in read_weights(file).items()}
+    return files[0] if len(files) == 1 else folder, weights
 
 
 def _nearest(name: str, options: Iterable[str]) -> str | None:

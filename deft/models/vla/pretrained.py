@@ -208,7 +208,8 @@ class ImagePreprocessor(nn.Module):
 class InstructionTokenizer:
     """Tokenize instructions, with a cache: rows of bytes → ids [B, length] and the mask of real tokens, bool.
 
-    A text begins with the token of the beginning, if there is one; with `own_begin` only if the tokenizer adds it.
+    A text begins with the token of the beginning, if there is one; with `own_begin` only if the tokenizer adds it. It
+    ends with the tokens `end`, if it does not already.
     """
 
     def __init__(
@@ -219,10 +220,11 @@ class InstructionTokenizer:
         length: int,
         vocabulary: int,
         own_begin: bool = False,
+        end: Sequence[int] = (),
     ) -> None:
         if "{instruction}" not in prompt:
             raise InputError(f"prompt {prompt!r} must contain {{instruction}}")
-        self.prompt, self.length, self.own_begin = prompt, length, own_begin
+        self.prompt, self.length, self.own_begin, self.end = prompt, length, own_begin, list(end)
         self._known: dict[bytes, tuple[list[int], int]] = {}
         self._tokenizer: Any = None
         if tokenizer == BYTES:
@@ -264,6 +266,8 @@ class InstructionTokenizer:
         else:
             begin = self._tokenizer.bos_token_id
             tokens = ([] if begin is None else [begin]) + self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.end and tokens[-len(self.end) :] != self.end:
+            tokens = tokens + self.end
         if len(tokens) > self.length:
             raise InputError(f"an instruction has {len(tokens)} tokens, and prompt_length is {self.length}: {text!r}")
         if len(self._known) >= CACHED_TEXTS:

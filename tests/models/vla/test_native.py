@@ -22,6 +22,7 @@ LEARNING = {
     "smolvla": (60, 1e-2, 0.2),
     "pi05": (80, 2e-2, 0.3),
     "diffusion-policy": (70, 3e-3, 0.2),
+    "openvla-oft": (90, 3e-3, 0.2),
 }
 
 
@@ -136,8 +137,9 @@ def test_ppo_makes_a_rewarded_action_likelier(name: str, folder: Path) -> None:
     settings = PPOSettings(n_epochs=2, batch_size=3, learning_rate=rate, entropy_coef=0.0, max_grad_norm=None)
     before = policy.evaluate_actions(td)["log_prob"].detach()
     metrics = PPO(policy, settings).update(iter([rollout]))
-    after = policy.evaluate_actions(td)["log_prob"].detach()
-    assert float(after[0] - before[0]) > 0
+    change = policy.evaluate_actions(td)["log_prob"].detach() - before
+    # Advantages are 2, −1, −1 times a factor: the objective rises if the first log-prob does, relative to the others.
+    assert float(change[0] - change[1:].mean()) > 0
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in metrics.values())
 
 
@@ -180,7 +182,7 @@ def test_weights_that_do_not_fit_are_named(name: str, folder: Path, tmp_path: Pa
     for file in folder.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     weights = load_file(folder / "model.safetensors")
-    first = min(weights)
+    first = min(key for key in weights if "lm_head" not in key)  # which is never used
     save_file({key: value for key, value in weights.items() if key != first}, broken / "model.safetensors")
     with pytest.raises(InputError, match=f"model.safetensors does not fit .* keys 1 missing \\({first}\\)"):
         load(name, broken)
@@ -196,6 +198,8 @@ def test_weights_that_do_not_fit_are_named(name: str, folder: Path, tmp_path: Pa
 
 
 def test_a_folder_of_another_policy_is_rejected(name: str, folder: Path, tmp_path: Path) -> None:
+    if name == "openvla-oft":
+        pytest.skip("not in LeRobot's layout: see test_openvla_oft")
     with pytest.raises(InputError, match=r"there is no config.json in it"):
         load(name, tmp_path)
     config = json.loads((folder / "config.json").read_text())
