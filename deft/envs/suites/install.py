@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -153,10 +154,10 @@ def _is_complete(suite: Suite) -> bool:
 
 
 def _make_environment(folder: Path) -> None:
-    """Make an empty virtual environment with pip, from the Python that runs Deft."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-m", "venv", str(folder)], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    """Make an empty virtual environment from the Python that runs Deft, with pip if that has `ensurepip`."""
+    options = [] if _has("ensurepip") else ["--without-pip"]
+    command = [sys.executable, "-I", "-m", "venv", *options, str(folder)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         text = " ".join((done.stdout + done.stderr).split())
         advice = "apt install python3-venv" if "ensurepip" in text else "see the message of Python above"
@@ -171,6 +172,19 @@ def _install_packages(suite: Suite, progress: Progress, wheels: Sequence[Path] =
     version = ".".join(platform.python_version_tuple()[:2])
     advice = f"; this is Python {version} on {platform.machine()}: deft suite download has flags for it"
     _run_pip(suite, python_of(suite), options, progress, advice if wheels else "")
+
+
+def _pip_of(python: Path) -> list[str]:
+    """Return the command of pip for a virtual environment: its own, or Deft's where Python has no `ensurepip`."""
+    if _has("ensurepip"):
+        return [str(python), "-I", "-m", "pip"]
+    if not _has("pip"):
+        raise RunError("neither ensurepip nor pip is installed for the Python that runs Deft: apt install python3-venv")
+    return [sys.executable, "-I", "-m", "pip", "--python", str(python)]
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _check_wheels(suite: Suite, folders: Sequence[Path]) -> None:
@@ -220,7 +234,7 @@ def _run_pip(suite: Suite, python: Path, options: Sequence[str], progress: Progr
     """Run pip on the lock file; raise RunError with its error and the advice."""
     total, ready = len(locked_packages(suite)), 0
     common = ["--no-deps", "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "-r", str(suite.lock)]
-    command = [str(python), "-I", "-m", "pip", *options, *common]
+    command = [*_pip_of(python), *options, *common]
     last: deque[str] = deque(maxlen=20)
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

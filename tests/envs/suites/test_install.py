@@ -139,3 +139,17 @@ def test_download_for_this_machine_and_for_another(fake, pip, monkeypatch, tmp_p
     assert pip.arguments()[3:8] == ["download", f"--dest={out}", *expected]
     assert main(["suite", "download", "fake", "--out", str(out), "--python-version", "312"]) == 2
     assert "python" in capsys.readouterr().err
+
+
+def test_python_without_ensurepip_uses_its_own_pip(monkeypatch, tmp_path):
+    """Debian's Python has ensurepip in another package; pip installs into other environments with --python."""
+    python = tmp_path / "bin" / "python"
+    assert install._pip_of(python) == [str(python), "-I", "-m", "pip"]
+    monkeypatch.setattr(install, "_has", lambda module: module == "pip")
+    assert install._pip_of(python) == [sys.executable, "-I", "-m", "pip", "--python", str(python)]
+    install._make_environment(tmp_path)
+    assert python.exists()
+    assert not list(tmp_path.glob("bin/pip*"))
+    monkeypatch.setattr(install, "_has", lambda module: False)
+    with pytest.raises(RunError, match=r"neither ensurepip nor pip .*: apt install python3-venv"):
+        install._pip_of(python)
