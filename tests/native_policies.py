@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from deft import VLAPolicy, load_vla_model, schema
-from deft.models.vla import act, diffusion_policy, pi05, smolvla
+from deft.models.vla import act, diffusion_policy, groot, pi05, smolvla
 from deft.models.vla.diffusion_network import position_grid
 from deft.schema import encode_text
 
@@ -67,6 +67,27 @@ OFT: dict[str, Any] = {
     "text_config": {
         "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 300,
+    },
+}  # fmt: skip
+BLOCKS: dict[str, Any] = {"num_attention_heads": 2, "positional_embeddings": None}
+GROOT: dict[str, Any] = {
+    "action_head_cfg": {
+        "action_dim": 6, "action_horizon": 4, "input_embedding_dim": 16, "hidden_size": 12, "max_seq_len": 8,
+        "max_state_dim": 10, "num_target_vision_tokens": 2, "num_inference_timesteps": 3,
+        "diffusion_model_cfg": {
+            **BLOCKS, "attention_head_dim": 8, "output_dim": 12, "num_layers": 2, "cross_attention_dim": 32,
+            "interleave_self_attention": True, "norm_type": "ada_norm",
+        },
+        "vl_self_attention_cfg": {**BLOCKS, "attention_head_dim": 16, "num_layers": 1},
+    },
+    "backbone_cfg": {"select_layer": 2, "tune_llm": False, "tune_visual": True, "project_to_dim": None},
+    "eagle_config": {
+        "use_pixel_shuffle": False, "mlp_connector_layers": 1, "image_token_index": 1, "force_image_size": 28,
+        "vision_config": {"image_size": 28, "patch_size": 14, **VISION},
+        "text_config": {
+            "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "vocab_size": 300, **ATTENTION,
+            "num_hidden_layers": 3,
+        },
     },
 }  # fmt: skip
 TEXTS = ("pick up the red cube", "push the blue cylinder", "go")
@@ -209,6 +230,25 @@ def oft_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
     return path
 
 
+def groot_folder(path: Path, streams: dict[str, Any] = STREAMS) -> Path:
+    """A tiny GR00T N1.5 with new weights, and the weights that are never used."""
+    torch.manual_seed(0)
+    model: Any = load_vla_model(None, "groot", streams | SETTINGS["groot"] | {"architecture": GROOT})
+    for name, parameter in model.backbone.action_head.named_parameters():
+        if name.endswith(".W"):  # as if trained: new ones are small
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    path.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name.replace(groot.TOWER, groot.NESTED_TOWER): value for name, value in model.backbone.state_dict().items()
+    }
+    unused = {f"{prefix}weight": torch.zeros(1) for prefix in groot.UNUSED}
+    save_file(weights | unused, path / "model.safetensors")
+    known = oft_statistics(streams)["tabletop"]
+    (path / "config.json").write_text(json.dumps(GROOT | {"model_type": "gr00t_n1_5"}))
+    (path / "dataset_statistics.json").write_text(json.dumps(known))
+    return path
+
+
 MODES = {
     "act": dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD"),
     "smolvla": {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"},
@@ -221,6 +261,7 @@ FOLDERS = {
     "pi05": pi05_folder,
     "diffusion-policy": diffusion_folder,
     "openvla-oft": oft_folder,
+    "groot": groot_folder,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "act": {},
@@ -228,6 +269,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pi05": {"tokenizer": "bytes", "prompt_length": 96},
     "diffusion-policy": {},
     "openvla-oft": {"tokenizer": "bytes", "prompt_length": 96, "chunk_size": 4},
+    "groot": {"tokenizer": "bytes", "embodiment": 3},
 }
 """Further `model_config` of each model."""
 

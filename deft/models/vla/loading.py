@@ -45,6 +45,7 @@ OWN_MODELS = {
     "pi05": "deft.models.vla.pi05.Pi05VLA",
     "diffusion-policy": "deft.models.vla.diffusion_policy.DiffusionPolicyVLA",
     "openvla-oft": "deft.models.vla.openvla_oft.OpenVLAOFT",
+    "groot": "deft.models.vla.groot.GrootVLA",
 }
 SAFETENSORS_SUFFIX = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt")
@@ -74,8 +75,8 @@ def load_vla_model(
     `model_class` is a class, a dotted class path ("package.module.Class"), or the name of an entry point of the group
     `deft.vla_models`. `model_path` is a `.safetensors`, `.pth` or `.pt` file of tensors, whose keys and shapes must be
     the model's; None keeps new weights and logs a warning. Adapters of pretrained models (`pi0`, `vlm`, `openvla`,
-    `openvla-oft`, `lerobot`, `act`, `smolvla`, `pi05`, `diffusion-policy`) take a local folder in its place, with
-    config, weights and tokenizer; `trust_remote_code` allows code in that folder to run.
+    `openvla-oft`, `groot`, `lerobot`, `act`, `smolvla`, `pi05`, `diffusion-policy`) take a local folder in its place,
+    with config, weights and tokenizer; `trust_remote_code` allows code in that folder to run.
     """
     if isinstance(model_class, str):
         trust.name(model_class)
