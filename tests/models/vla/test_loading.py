@@ -167,7 +167,7 @@ def test_wrong_model_config(config, message):
     ("name", "message"),
     [
         ("gpt-vls", "'gpt-vls' is neither a registered model nor a path .*; did you mean 'gpt-vla'?"),
-        ("something", "'something' is neither .*; registered models: act, gpt-vla"),
+        ("something", "'something' is neither .*; registered models: act, diffusion-policy, gpt-vla"),
         ("my_models.GPTVLAModel", "there is no module 'my_models' .*; did you mean 'gpt-vla'?"),
         ("deft.models.vlas.gpt.GPTVLAModel", "there is no module 'deft.models.vlas' "),
         (
