@@ -13,7 +13,7 @@ policy with a flow head; SAC needs a Gaussian head, which is trained on the same
 
 `--parallel N` runs N commands side by side, each on its part of the cores. The same command resumes where it was
 stopped, also within a run; finished steps are not repeated. RESULTS has results.json, table.md and bakeoff.png.
-Unknown flags are passed to every training.
+Unknown flags are passed to every training. The exit status is 1 if a method failed; the table then has the others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def ppo(budget: int) -> list[object]:
 
 def grpo(budget: int) -> list[object]:
     """GRPO with the return-to-go minus the group's mean."""
-    words: list[object] = ["--num_envs", 16, "--group_size", 4, "--max_resamples", 0, "--advantage", "process"]
+    num_envs = 32 if budget >= 100_000 else 16
+    words: list[object] = ["--num_envs", num_envs, "--group_size", 4, "--max_resamples", 0, "--advantage", "process"]
     words += ["--no-normalize-std", "--gamma", 0.98, "--kl_coef", 0, "--target_kl", 0.1, "--clip_range_high", 0.28]
     return [*words, "--batch_size", 256, "--n_epochs", 4, "--learning_rate", 3e-5]
 
@@ -318,7 +319,7 @@ class BakeOff(Bench):
     def successes(self, seed: int, name: str, checkpoints: Sequence[Path]) -> list[float]:
         """Success of checkpoints of a run in the held-out episodes, which are the same for every policy."""
         words = [*checkpoints, "--split", "train", "--env-kwargs", f"observation={self.world.acting}"]
-        words += ["--episodes", self.arguments.episodes, "--device", "cpu"]
+        words += ["--episodes", self.arguments.episodes, "--device", self.arguments.device]
         out = self.root / f"seed-{seed}" / f"{name}-comparison"
         found = self.step(seed, f"{name}-success", "compare", *words, "--out", out)
         return [float(one["success_rate"]) for one in found["columns"]["train"].values()]
@@ -418,16 +419,26 @@ def main(words: Sequence[str] | None = None) -> int:
     print_machine()
     arguments.results.mkdir(parents=True, exist_ok=True)
     bench, started = BakeOff(arguments), time.monotonic()
-    seeds, results = arguments.seeds, {}
+    seeds = arguments.seeds
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    failures: list[str] = []
     with ThreadPoolExecutor(arguments.parallel) as pool:
         starts = dict(zip(seeds, pool.map(bench.start, seeds), strict=True))
         pairs = [(name, seed) for name in arguments.methods for seed in seeds]
         jobs = [pool.submit(functools.partial(bench.method, seed, name, starts[seed])) for name, seed in pairs]
         for (name, seed), job in zip(pairs, jobs, strict=True):
-            results.setdefault(name, {})[seed] = job.result()
+            try:
+                results.setdefault(name, {})[seed] = job.result()
+            except RuntimeError as error:  # the others are still worth a table
+                failures.append(f"{name}, seed {seed}: {error}")
+    results = {name: by_seed for name, by_seed in results.items() if by_seed}
+    for failure in failures:
+        print(failure, file=sys.stderr, flush=True)
+    if not results:
+        return 1
     print(write(arguments, results, time.monotonic() - started), flush=True)
     print(f"written: {arguments.results}/results.json, table.md, bakeoff.png", flush=True)
-    return 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

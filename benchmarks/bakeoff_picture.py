@@ -32,7 +32,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         points, colour = curves(found), colours(index % 10)
         success = 100 * points[..., 2]
         for axes, x in ((panels[0], points[..., 0] / 1e3), (panels[1], points[..., 1])):
-            axes.plot(x.mean(0), success.mean(0), ".-", color=colour, label=results["words"][name])
+            style = ".-" if points.shape[1] > 2 else ".:"  # nothing was evaluated on the way
+            axes.plot(x.mean(0), success.mean(0), style, color=colour, label=results["words"][name])
             axes.fill_between(x.mean(0), success.min(0), success.max(0), color=colour, alpha=0.12, linewidth=0)
     panels[0].set(xlabel="thousand env steps, demonstrations included", ylabel="success in %", ylim=(0, 102))
     panels[1].set(xlabel="minutes, with demonstrations and SFT")

@@ -62,6 +62,25 @@ def test_time_between_the_sessions_of_a_run_is_not_counted(bakeoff, tmp_path):
     assert seconds == [20.0, 70.0]  # 30 of the first session and 40 of the second
 
 
+def test_a_method_that_fails_leaves_the_table_of_the_others(bakeoff, tmp_path, monkeypatch, capsys):
+    def method(self, seed, name, start):
+        if name == "dsrl" and seed == 1:
+            raise RuntimeError("failed (2): deft train dsrl")
+        return {"points": [[100, 1.0, 0.4], [1000, 3.0, 0.6 + 0.4 * seed]], "steps_per_second": 50.0}
+
+    monkeypatch.setattr(bakeoff.BakeOff, "start", lambda self, seed: {})
+    monkeypatch.setattr(bakeoff.BakeOff, "method", method)
+    words = ["--methods", "ppo", "dsrl", "--seeds", "0", "1", "--steps", "1000", "--results", str(tmp_path)]
+    assert bakeoff.main(words) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "dsrl, seed 1: failed (2): deft train dsrl\n"
+    cells = [[cell.strip() for cell in line.split("|")] for line in printed.out.splitlines() if line.startswith("| ")]
+    # PPO: 60 and 100 % at the end; 80 % is reached by the second seed alone, at 100 + 900 · (80 − 40) / (100 − 40)
+    assert [row[1] for row in cells[1:]] == ["PPO", "DSRL"]
+    assert (cells[1][5].split(" (")[0], cells[1][6]) == ("80.0 %", "never, 700")
+    assert cells[2][6] == "never"
+
+
 @pytest.mark.usefixtures("no_plots")
 @pytest.mark.parametrize("methods", [["qc-fql"], pytest.param(None, marks=pytest.mark.slow)])
 def test_methods_run_on_one_budget(bakeoff, deft, tmp_path, monkeypatch, methods):
