@@ -136,7 +136,7 @@ class MetaWorldEnv(gymnasium.Env):
     `observation`: `"images"` has the streams `head_rgb` (camera corner2), `state` [4] (position of the hand in metres,
     opening of the gripper) and `instruction`. `"privileged"` adds `scene_state` for critics: MetaWorld's own
     observation with the goal [39], and in a group the task as a one-hot vector, as in MetaWorld's own benchmarks.
-    `"labelled"` also adds `places` [9], the positions of two objects and of the goal (0: there is none), as labels.
+    `"labelled"` adds `places` [9] instead, the positions of two objects and of the goal (0: there is none), as labels.
     `"state"` has only `state`, which is then that of the scene, and the instruction, without cameras.
 
     `reward`: `"success"` is 1 at the first step that succeeds, which ends the episode, and otherwise 0. `"dense"` is
@@ -271,7 +271,7 @@ class MetaWorldEnv(gymnasium.Env):
             blank = np.zeros((self._size, self._size, 3), np.uint8)
             streams[HEAD_RGB] = self._image(self._size, self._rendering) if self.observes else blank
         streams[INSTRUCTION] = self.instruction
-        if self._observation in ("privileged", "labelled"):
+        if self._observation == "privileged":
             streams["scene_state"] = self._scene()
         if self._observation == "labelled":
             streams["places"] = self._raw[PLACES].astype(np.float32)
@@ -315,7 +315,7 @@ class MetaWorldEnv(gymnasium.Env):
             streams[STATE] = vector(PROPRIOCEPTION)
             streams[HEAD_RGB] = spaces.Box(0, 255, (self._size, self._size, 3), np.uint8)
         streams[INSTRUCTION] = spaces.Text(INSTRUCTION_LENGTH, charset=LETTERS)
-        if self._observation in ("privileged", "labelled"):
+        if self._observation == "privileged":
             streams["scene_state"] = vector(self._scene_size)
         if self._observation == "labelled":
             streams["places"] = vector(len(PLACES))

@@ -59,16 +59,18 @@ def test_the_expert_solves_reach_and_the_labels_name_it():
 
 def test_the_scene_of_a_group_has_the_task_and_labels_are_positions():
     """Seed 13 of MT10 plays task 3, door-open: one object, the handle, whose position the expert reads too."""
-    env = make_env(EnvConfig(id="metaworld/MT10", kwargs={"observation": "labelled", "image_size": 16}))
-    try:
-        observation, _ = env.reset(seed=13)
-        assert env.observation_space.contains(observation)
-        scene, places = observation["scene_state"], observation["places"]
-        assert scene[39:].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
-        assert np.array_equal(places, scene[[4, 5, 6, 11, 12, 13, 36, 37, 38]])
-        assert (places != 0).tolist() == [True] * 3 + [False] * 3 + [True] * 3
-    finally:
+    found = {}
+    for observation, stream in (("privileged", "scene_state"), ("labelled", "places")):
+        env = make_env(EnvConfig(id="metaworld/MT10", kwargs={"observation": observation, "image_size": 16}))
+        first, _ = env.reset(seed=13)
+        assert env.observation_space.contains(first)
+        assert first.keys() == {"state", "head_rgb", "instruction", stream}
+        found[stream] = first[stream]
         env.close()
+    scene, places = found["scene_state"], found["places"]
+    assert scene[39:].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert np.array_equal(places, scene[[4, 5, 6, 11, 12, 13, 36, 37, 38]])
+    assert (places != 0).tolist() == [True] * 3 + [False] * 3 + [True] * 3
     single = blind("door-open-v3")
     assert single.observation_space["state"].shape == (39,)
     single.close()
