@@ -54,15 +54,18 @@ def free_episodes(episodes: Sequence[RobotEpisode]) -> list[InteractionEpisode]:
     return found
 
 
-def measure_interaction(policy: F1Policy, episodes: Sequence[InteractionEpisode]) -> dict[str, Any]:
+def measure_interaction(
+    policy: F1Policy, episodes: Sequence[InteractionEpisode], open_loop: bool = True
+) -> dict[str, Any]:
     """The measures of a world model on these episodes, of `moved` pixels and tokens and of the `rest`.
 
     `cross_entropy` in nats per code and `accuracy` are given the true coarser codes; a code counts by the fraction of
     its cell's pixels that belong to the part. `psnr` is of the predicted frame one step ahead, over these pixels of all
     frames together; `copy_psnr` that of the last frame, `tokenizer_psnr` that of the true codes. `open_loop` has the
-    same by the number of steps ahead, from the model's own predictions and the true actions.
+    same by the number of steps ahead, from the model's own predictions and the true actions; it takes longer than the
+    rest.
     """
-    return summarize(interaction_sums(policy, episodes), episodes)
+    return summarize(interaction_sums(policy, episodes, open_loop), episodes)
 
 
 def summarize(sums: dict[str, Tensor], episodes: Sequence[InteractionEpisode]) -> dict[str, Any]:
@@ -89,7 +92,9 @@ def summarize(sums: dict[str, Tensor], episodes: Sequence[InteractionEpisode]) -
             **_psnrs(total, f"{part}_", ("", "copy_", "tokenizer_")),
         }
     results["open_loop"] = {
-        str(ahead): {part: _psnrs(total, f"{part}_{ahead}_", ("", "copy_")) for part in PARTS} for ahead in HORIZONS
+        str(ahead): {part: _psnrs(total, f"{part}_{ahead}_", ("", "copy_")) for part in PARTS}
+        for ahead in HORIZONS
+        if f"moved_{ahead}_pixels" in total
     }
     return results
 
@@ -110,13 +115,16 @@ def _ratio(value: float, count: float) -> float | None:
 
 
 @torch.no_grad()
-def interaction_sums(policy: F1Policy, episodes: Sequence[InteractionEpisode]) -> dict[str, Tensor]:
+def interaction_sums(
+    policy: F1Policy, episodes: Sequence[InteractionEpisode], open_loop: bool = True
+) -> dict[str, Tensor]:
     """Sums over each episode, float64 [E]: PART_NAME one step ahead, PART_AHEAD_NAME in open loop."""
     if not episodes:
         raise InputError("interaction is measured on one episode or more; got none")
     policy.eval()
     names = [f"{part}_{name}" for part in PARTS for name in SUMS]
-    names += [f"{part}_{ahead}_{name}" for part in PARTS for ahead in HORIZONS for name in AHEAD]
+    if open_loop:
+        names += [f"{part}_{ahead}_{name}" for part in PARTS for ahead in HORIZONS for name in AHEAD]
     sums = {name: torch.zeros(len(episodes), dtype=torch.float64) for name in names}
     batches = coded_batches(policy, [one.episode for one in episodes])
     for number, batch in enumerate(batches):
@@ -124,7 +132,8 @@ def interaction_sums(policy: F1Policy, episodes: Sequence[InteractionEpisode]) -
         moved = _padded([one.moved for one in episodes[first : first + len(batch.lengths)]]).to(policy.device)
         own = {name: values[first : first + len(batch.lengths)] for name, values in sums.items()}  # views
         _one_step(policy, batch, moved[:, :, 0], own)
-        _open_loop(policy, batch, moved, own)
+        if open_loop:
+            _open_loop(policy, batch, moved, own)
     return sums
 
 

@@ -126,6 +126,8 @@ def test_without_a_recording_nothing_moved(policy, capsys):
     ]  # fmt: skip
     assert len(interaction_charts(moved)) == 2
     assert len(interaction_charts(results)) == 1
+    short = measure_interaction(policy, free_episodes([episode(21).episode]), open_loop=False)
+    assert short == {**results, "open_loop": {}}
     assert interaction_charts({}) == []
     with pytest.raises(InputError, match="one episode or more"):
         interaction_sums(policy, [])

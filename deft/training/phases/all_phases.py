@@ -129,7 +129,7 @@ def comparison(config: PhaseConfig, root: Path, device: str) -> dict[str, Any]:
     for name, phase in (("Phase 1", "teacher"), ("Phase 3", "adversarial")):
         folder, _, policies[name] = load_world_model(root / phase / checkpoint.BEST, device)
         updates[name] = sum(updates.values()) + checkpoint.load_training_state(folder)["num_updates"]
-    found = compare_world_models(policies, config, config.all.evaluation_episodes, COMPARING_SEED)
+    found = compare_world_models(policies, config, config.all.evaluation_episodes, COMPARING_SEED, open_loop=False)
     rows = [
         {
             "name": name,

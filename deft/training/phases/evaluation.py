@@ -171,10 +171,12 @@ def compare_world_models(
     episodes: int,
     seed: int = 0,
     found: list[RobotEpisode] | None = None,
+    open_loop: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Measures of world models on the same held-out episodes of another explorer: scripted and random, half each.
 
-    `found` are these episodes, where they were collected before.
+    `found` are these episodes, where they were collected before. Without `open_loop` interaction is measured one step
+    ahead.
     """
     first = next(iter(policies.values()))
     found = held_out_episodes(config, first, episodes, seed) if found is None else found
@@ -184,19 +186,30 @@ def compare_world_models(
     }
     if has_scripts(config):
         random = found[: len(found) - len(found) // 2]
-        for name, more in with_interaction(policies, config, random, episodes, seed).items():
+        for name, more in with_interaction(policies, config, random, episodes, seed, open_loop).items():
             results[name] |= more
     return results
 
 
 def with_interaction(
-    policies: dict[str, F1Policy], config: PhaseConfig, free: list[RobotEpisode], episodes: int, seed: int
+    policies: dict[str, F1Policy],
+    config: PhaseConfig,
+    free: list[RobotEpisode],
+    episodes: int,
+    seed: int,
+    open_loop: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """The `interaction` measures of world models on the same new held-out episodes, and `free_motion` on others."""
+    """The `interaction` measures of world models on the same new held-out episodes, and `free_motion` on others.
+
+    Free motion is measured one step ahead.
+    """
     found = interaction_episodes(config, next(iter(policies.values())), episodes, seed)
     still = free_episodes(free)
     return {
-        name: {"interaction": measure_interaction(policy, found), "free_motion": measure_interaction(policy, still)}
+        name: {
+            "interaction": measure_interaction(policy, found, open_loop),
+            "free_motion": measure_interaction(policy, still, open_loop=False),
+        }
         for name, policy in policies.items()
     }
 
