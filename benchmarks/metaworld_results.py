@@ -50,7 +50,8 @@ class MetaWorldBench(Bench):
         taken: dict[str, Any] = {}
         if not (folder / "demos.json").is_file():
             shutil.rmtree(demos, ignore_errors=True)  # an interrupted recording
-        expert = ["--env", env_id, "--env-kwargs", LIGHT, f"observation={given.observation}", "--policy", "expert"]
+        images = [LIGHT, f"image_size={given.image_size}"]
+        expert = ["--env", env_id, "--env-kwargs", *images, f"observation={given.observation}", "--policy", "expert"]
         expert += ["--noise", given.noise, "--only-success", "--episodes", given.demonstrations * len(tasks)]
         # Episodes of different seeds are different ones: a seed decides the task, so that its multiple keeps the order.
         expert += ["--num_envs", recording_envs(self.width, len(tasks)), "--seed", 1_000_000 * seed, "--out", demos]
@@ -58,13 +59,14 @@ class MetaWorldBench(Bench):
         sft = ["--recipe", "metaworld-mt10-sft", "--dataset", demos, "--num_epochs", given.epochs, "--eval_freq", 0]
         taken["sft"] = self.train(seed, "sft", *sft, "--save_freq", 2, *shlex.split(given.sft))
         online = ["--recipe", "metaworld-mt10-ppo", "--env", env_id, "--model_path", folder / "sft"]
-        online += ["--env-kwargs", f"observation={given.rl_observation}", LIGHT]
+        limit = f"max_episode_steps={given.rl_horizon}"  # successes are shorter, and failures cost most of the time
+        online += ["--env-kwargs", *images, f"observation={given.rl_observation}", limit]
         online += ["--total_timesteps", given.steps, "--num_envs", given.num_envs, "--num_workers", self.width]
         online += ["--eval_freq", 0, "--save_freq", max(1, given.steps // 20), "--keep_checkpoints", 1]
         taken["rl"] = self.train(seed, "rl", *online, *given.flags)
         for name in POLICIES:
             words = [last_checkpoint(folder / name), "--suite", env_id, "--episodes", given.episodes]
-            words += ["--env-kwargs", f"max_episode_steps={given.horizon}", "observation=images"]
+            words += ["--env-kwargs", *images, f"max_episode_steps={given.horizon}", "observation=images"]
             taken[f"{name}-evaluation"] = self.step(
                 seed, f"{name}-evaluation", "evaluate", *words, "--device", given.device
             )
@@ -121,6 +123,8 @@ def main() -> int:
     parser.add_argument("--num-envs", type=int, default=40, help="of RL, a multiple of the tasks")
     parser.add_argument("--episodes", type=int, default=20, help="of each task, for the table")
     parser.add_argument("--horizon", type=int, default=400, help="time limit of the episodes of the table")
+    parser.add_argument("--rl-horizon", type=int, default=200, help="time limit of the episodes of RL")
+    parser.add_argument("--image-size", type=int, default=64, help="a multiple of 16")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
     parser.add_argument("--cores", type=int, default=2, help="that a run may use")
     parser.add_argument("--device", default="cpu")
