@@ -23,7 +23,7 @@ LEARNING = {
     "pi05": (80, 2e-2, 0.3),
     "diffusion-policy": (70, 3e-3, 0.2),
     "openvla-oft": (90, 3e-3, 0.2),
-    "groot": (80, 1e-2, 0.32),
+    "groot": (120, 1e-2, 0.25),
 }
 
 
