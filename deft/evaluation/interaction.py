@@ -40,17 +40,17 @@ class InteractionEpisode:
 
     episode: RobotEpisode
     moved: np.ndarray  # bool [T, len(HORIZONS), h, w]: of frame t + 1, moved within the last h steps
-    touched: np.ndarray  # bool [T]
-    lifted: np.ndarray  # bool [T]
+    touched: np.ndarray | None  # bool [T]; None: not recorded, as which pixels moved
+    lifted: np.ndarray | None  # bool [T]
 
 
 def free_episodes(episodes: Sequence[RobotEpisode]) -> list[InteractionEpisode]:
-    """Return episodes without a recording as episodes in which no object moves: all pixels count as `rest`."""
+    """Return episodes without a recording: all pixels count as `rest`, and contacts are not known."""
     found = []
     for episode in episodes:
         steps, size = len(episode), episode.wrist.shape[-1]
-        none = np.zeros(steps, bool)
-        found.append(InteractionEpisode(episode, np.zeros((steps, len(HORIZONS), size, size), bool), none, none))
+        nothing = np.zeros((steps, len(HORIZONS), size, size), bool)
+        found.append(InteractionEpisode(episode, nothing, None, None))
     return found
 
 
@@ -71,15 +71,11 @@ def measure_interaction(
 def summarize(sums: dict[str, Tensor], episodes: Sequence[InteractionEpisode]) -> dict[str, Any]:
     """Means of `interaction_sums` over all episodes; None where nothing moved."""
     total = {name: float(values.sum()) for name, values in sums.items()}
-    touched = int(sum(one.touched.sum() for one in episodes))
     steps = sum(len(one.episode) for one in episodes)
     results: dict[str, Any] = {
         "episodes": len(episodes),
         "steps": steps,
-        "steps_in_contact": touched,
-        "contacts_per_1000": 1000.0 * touched / steps,
-        "steps_lifted": int(sum(one.lifted.sum() for one in episodes)),
-        "frames_moved": int(sum(one.moved[:, 0].any((1, 2)).sum() for one in episodes)),
+        **_happenings(episodes, steps),
         "cross_entropy": _ratio(total["moved_loss"] + total["rest_loss"], total["moved_tokens"] + total["rest_tokens"]),
     }
     for part in PARTS:
@@ -97,6 +93,21 @@ def summarize(sums: dict[str, Tensor], episodes: Sequence[InteractionEpisode]) -
         if f"moved_{ahead}_pixels" in total
     }
     return results
+
+
+def _happenings(episodes: Sequence[InteractionEpisode], steps: int) -> dict[str, float]:
+    """What happens in the episodes, where it was recorded."""
+    touched = [one.touched for one in episodes if one.touched is not None]
+    lifted = [one.lifted for one in episodes if one.lifted is not None]
+    if len(touched) < len(episodes) or len(lifted) < len(episodes):
+        return {}
+    in_contact = sum(int(one.sum()) for one in touched)
+    return {
+        "steps_in_contact": in_contact,
+        "contacts_per_1000": 1000.0 * in_contact / steps,
+        "steps_lifted": sum(int(one.sum()) for one in lifted),
+        "frames_moved": sum(int(one.moved[:, 0].any((1, 2)).sum()) for one in episodes),
+    }
 
 
 def _psnrs(total: dict[str, float], prefix: str, kinds: Sequence[str]) -> dict[str, float | None]:
@@ -219,11 +230,10 @@ def interaction_lines(results: dict[str, Any]) -> list[str]:
         found = results.get(name)
         if found is None:
             continue
-        contacts = f"{found['contacts_per_1000']:.0f} contacts per 1,000 steps"
-        lines.append(
-            f"{label}: {found['steps']} steps of {found['episodes']} episodes, {contacts}, "
-            f"cross-entropy {found['cross_entropy']:.4f}"
-        )
+        facts = [f"{found['steps']} steps of {found['episodes']} episodes"]
+        if "contacts_per_1000" in found:
+            facts.append(f"{found['contacts_per_1000']:.0f} contacts per 1,000 steps")
+        lines.append(f"{label}: {', '.join(facts)}, cross-entropy {found['cross_entropy']:.4f}")
         for part, which in (("moved", "moved objects"), ("rest", "all else")):
             own = found[part]
             if own["cross_entropy"] is None:

@@ -116,6 +116,7 @@ def test_open_loop_counts_what_moved_since_the_prediction_began(policy):
 def test_without_a_recording_nothing_moved(policy, capsys):
     results = measure_interaction(policy, free_episodes([episode(21).episode]))
     assert results["moved"]["cross_entropy"] is results["moved"]["psnr"] is None
+    assert "contacts_per_1000" not in results  # not recorded, which is not 0
     assert results["rest"]["cross_entropy"] == pytest.approx(results["cross_entropy"])
     moved = measure_interaction(policy, [episode(21, 0, [(0, 1, slice(0, 8)), (4, 5, slice(0, 8))])])
     lines = interaction_lines({"interaction": moved, "free_motion": results})
