@@ -51,7 +51,7 @@ class MetaWorldBench(Bench):
         if not (folder / "demos.json").is_file():
             shutil.rmtree(demos, ignore_errors=True)  # an interrupted recording
         images = [LIGHT, f"image_size={given.image_size}"]
-        expert = ["--env", env_id, "--env-kwargs", *images, f"observation={given.observation}", "--policy", "expert"]
+        expert = ["--env", env_id, "--env-kwargs", *images, "--policy", "expert"]
         expert += ["--noise", given.noise, "--only-success", "--episodes", given.demonstrations * len(tasks)]
         # Episodes of different seeds are different ones: a seed decides the task, so that its multiple keeps the order.
         expert += ["--num_envs", recording_envs(self.width, len(tasks)), "--seed", 1_000_000 * seed, "--out", demos]
@@ -60,7 +60,7 @@ class MetaWorldBench(Bench):
         taken["sft"] = self.train(seed, "sft", *sft, "--save_freq", 2, *shlex.split(given.sft))
         online = ["--recipe", "metaworld-mt10-ppo", "--env", env_id, "--model_path", folder / "sft"]
         limit = f"max_episode_steps={given.rl_horizon}"  # successes are shorter, and failures cost most of the time
-        online += ["--env-kwargs", *images, f"observation={given.rl_observation}", limit]
+        online += ["--env-kwargs", *images, "observation=privileged", limit]
         online += ["--total_timesteps", given.steps, "--num_envs", given.num_envs, "--num_workers", self.width]
         online += ["--eval_freq", 0, "--save_freq", max(1, given.steps // 20), "--keep_checkpoints", 1]
         taken["rl"] = self.train(seed, "rl", *online, *given.flags)
@@ -115,8 +115,6 @@ def main() -> int:
     parser.add_argument("--group", default="MT10", help="MT10, MT50, another group or a task")
     parser.add_argument("--demonstrations", type=int, default=50, help="episodes of the expert per task")
     parser.add_argument("--noise", type=float, default=0.1, help="on the expert's actions")
-    parser.add_argument("--observation", default="images", help="of the recording; labelled: with positions as labels")
-    parser.add_argument("--rl-observation", default="privileged", help="labelled: with positions as labels")
     parser.add_argument("--epochs", type=int, default=30, help="of SFT")
     parser.add_argument("--sft", default="", help="further flags of SFT, in one word")
     parser.add_argument("--steps", type=int, default=1_000_000, help="env steps of RL")

@@ -19,8 +19,6 @@ def settings(folder, **changes):
         "group": "MT10",
         "demonstrations": 5,
         "noise": 0.1,
-        "observation": "labelled",
-        "rl_observation": "labelled",
     }
     given |= {"epochs": 3, "sft": "--batch_size 64", "steps": 4000, "num_envs": 20, "episodes": 20, "horizon": 400}
     given |= {"rl_horizon": 200, "image_size": 96}
@@ -53,7 +51,7 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(script,
     assert run.dataset.path == str(tmp_path / "seed-3" / "demos-v0")
     run = parse_training(online[1:])[1]
     images = {"rendering": "light", "image_size": 96}
-    assert run.env.kwargs == {"observation": "labelled", "max_episode_steps": 200, **images}
+    assert run.env.kwargs == {"observation": "privileged", "max_episode_steps": 200, **images}
     assert (run.trainer.total_timesteps, run.env.num_envs, run.algorithm.cfg.n_epochs) == (4000, 20, 2)
     assert run.model_path == str(tmp_path / "seed-3" / "sft")
     assert [words[1] for words in evaluations] == [
