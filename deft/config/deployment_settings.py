@@ -26,16 +26,21 @@ class ServeConfig(SeedSettings):
 
     path: str
     """Run directory (its best or latest checkpoint), checkpoint, or folder of `deft export`."""
-    mode: Literal["action", "chunk", "ensemble", "async"] = "action"
+    mode: Literal["action", "chunk", "ensemble", "async", "rtc"] = "action"
     """Answer with the next action of the chunk, the whole chunk, the weighted mean of the chunks that cover the step
-    (temporal ensembling), or the next action while the next chunk is computed (asynchronous inference)."""
+    (temporal ensembling), or the next action while the next chunk is computed (asynchronous inference; `rtc` denoises
+    it so that it continues the last one)."""
     ensemble_decay: NonNegative = 0.01
     """Temporal ensembling: m in the weights exp(-m i) of the chunks, i = 0 for the oldest."""
     execution_horizon: Count | None = None
-    """Asynchronous inference: start to compute the next chunk after this many steps of the last one; by default half of
-    the chunk."""
+    """`async` and `rtc`: start to compute the next chunk after this many steps of the last one; by default half of the
+    chunk."""
     blend_steps: NonNegativeInt = 0
-    """Asynchronous inference: steps over which actions change from the last chunk to the next one."""
+    """`async` and `rtc`: steps over which actions change from the last chunk to the next one."""
+    inference_delay: Count = 1
+    """`rtc`: steps that the first computation of a chunk is expected to take; then the longest of the last ten."""
+    max_guidance: NonNegative = 5.0
+    """`rtc`: largest factor of the guidance towards the last chunk in a denoising step."""
     host: str = "127.0.0.1"
     """Address to listen on. The server has no password and no encryption: other addresses than 127.0.0.1 are for a
     network whose machines you all trust."""

@@ -147,7 +147,7 @@ class PolicyServer:
         blank: Any = _blank(space)
         if isinstance(space, spaces.Dict):
             blank = {name: _blank(space[name]) for name in self.policy.streams}
-        self._thread.submit(self.policy.copy().get_chunk, blank).result()
+        self._thread.submit(self._session(self.config.mode).warm_up, blank).result()
         torch.manual_seed(self.config.seed)
 
     def run(self, listener: socket.socket) -> None:

@@ -18,7 +18,10 @@ from gymnasium import spaces
 from deft.config.deployment_settings import ServeConfig
 from deft.errors import InputError
 from deft.evaluation.loaded_policy import LoadedPolicy
+from deft.models.inpainting import MAX_GUIDANCE
+from deft.models.policy import SAMPLE
 
+REMEMBERED_DELAYS = 10
 Infer = Callable[..., Awaitable[np.ndarray]]
 """Call a method of the policy with the arguments that follow it, in the thread of the policy."""
 
@@ -30,6 +33,10 @@ class ActionSession:
 
     def __init__(self, policy: LoadedPolicy, infer: Infer) -> None:
         self._policy, self._infer = policy, infer
+
+    def warm_up(self, observation: Any) -> None:
+        """Call the policy as `act` will, since the first call of a network is slow."""
+        self._policy.get_chunk(observation)
 
     def reset(self) -> None:
         """Begin an episode."""
@@ -99,7 +106,7 @@ class AsyncSession(ActionSession):
 
         a_t = w c_j[t − j] + (1 − w) c_n[t − n],   w = 1 − (t − u + 1) / (B + 1)   for u ≤ t < u + B
 
-    This is not the inpainting of real-time chunking for flow policies: c_n is computed without knowledge of c_j.
+    c_n is computed without knowledge of c_j; `RealTimeSession` computes one that continues it.
     """
 
     mode = "async"
@@ -143,7 +150,7 @@ class AsyncSession(ActionSession):
         if self._next is not None and self._next[1].done():
             await self._change(step)
         if self._next is None and step - self._chunk[0] >= self._horizon:
-            self._next = (step, asyncio.create_task(self._compute(observation, reward)))
+            self._next = (step, asyncio.create_task(self._compute_next(step, observation, reward)))
             self._next[1].add_done_callback(_take_error)
         if self._next is not None and step - self._chunk[0] >= self._length:
             if step > self._next[0]:
@@ -154,6 +161,10 @@ class AsyncSession(ActionSession):
 
     async def _compute(self, observation: Any, reward: float | None) -> np.ndarray:
         return await self._infer(self._policy.get_chunk, observation, reward)
+
+    async def _compute_next(self, step: int, observation: Any, reward: float | None) -> np.ndarray:
+        """Compute the chunk of this step while the last one is executed."""
+        return await self._compute(observation, reward)
 
     async def _change(self, step: int) -> None:
         """Execute the next chunk from this step on; an error of its computation is that of this message."""
@@ -177,6 +188,57 @@ class AsyncSession(ActionSession):
         return (weight * last + (1.0 - weight) * action).astype(action.dtype)
 
 
+class RealTimeSession(AsyncSession):
+    """Real-time chunking: as `AsyncSession`, and c_n is denoised so that it continues c_j (`deft.models.inpainting`).
+
+    Of the L = K − (n − j) actions that c_j has left at step n, the first d are frozen, c_n[i] = c_j[n − j + i] for
+    i < d, and the others guide the denoising with decreasing weights. d is the expected delay in steps, at least 1 and
+    at most L: `delay` at first, then the longest one of the last `REMEMBERED_DELAYS` chunks.
+    """
+
+    mode = "rtc"
+
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        infer: Infer,
+        horizon: int | None = None,
+        blend_steps: int = 0,
+        stalled: Callable[[], None] = lambda: None,
+        delay: int = 1,
+        max_guidance: float = MAX_GUIDANCE,
+    ) -> None:
+        super().__init__(policy, infer, horizon, blend_steps, stalled)
+        if not policy.policy.can_inpaint:
+            raise InputError(
+                f"mode {self.mode} guides the denoising of a flow or a diffusion, and this policy "
+                f"({type(policy.policy).__name__}) has no denoising chain that can be guided: use mode async"
+            )
+        if policy.action_selection == SAMPLE:
+            raise InputError(f"mode {self.mode} adds no noise in the denoising steps; leave out --stochastic")
+        self._delays = deque([delay], maxlen=REMEMBERED_DELAYS)
+        self._max_guidance = max_guidance
+
+    def warm_up(self, observation: Any) -> None:
+        """Compute a chunk, and one that continues it."""
+        chunk = self._policy.get_chunk(observation)
+        self._policy.inpaint_chunk(observation, chunk, 1, self._max_guidance)
+
+    async def _compute_next(self, step: int, observation: Any, reward: float | None) -> np.ndarray:
+        assert self._chunk is not None
+        running = self._chunk[1][step - self._chunk[0] :]
+        if not len(running):
+            return await self._compute(observation, reward)
+        frozen = min(max(1, *self._delays), len(running))
+        return await self._infer(self._policy.inpaint_chunk, observation, running, frozen, self._max_guidance)
+
+    async def _change(self, step: int) -> None:
+        assert self._next is not None
+        delay = step - self._next[0]
+        await super()._change(step)
+        self._delays.append(delay)
+
+
 def _take_error(task: asyncio.Task[np.ndarray]) -> None:
     """Retrieve the error of a chunk that may have been dropped, which asyncio would log otherwise."""
     if not task.cancelled():
@@ -193,7 +255,7 @@ def _check_chunks(policy: LoadedPolicy, mode: str, needs_box: bool) -> None:
         raise InputError(f"mode {mode} averages actions, and those of this policy are {policy.action_space}")
 
 
-SESSIONS = {kind.mode: kind for kind in (ActionSession, ChunkSession, EnsembleSession, AsyncSession)}
+SESSIONS = {kind.mode: kind for kind in (ActionSession, ChunkSession, EnsembleSession, AsyncSession, RealTimeSession)}
 
 
 def make_session(
@@ -206,4 +268,7 @@ def make_session(
         return EnsembleSession(policy, infer, config.ensemble_decay)
     if mode == AsyncSession.mode:
         return AsyncSession(policy, infer, config.execution_horizon, config.blend_steps, stalled)
+    if mode == RealTimeSession.mode:
+        how = (config.execution_horizon, config.blend_steps, stalled, config.inference_delay, config.max_guidance)
+        return RealTimeSession(policy, infer, *how)
     return SESSIONS[mode](policy, infer)

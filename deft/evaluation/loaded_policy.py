@@ -27,6 +27,7 @@ from deft.evaluation import evaluate
 from deft.evaluation.rollouts import PolicyActor
 from deft.models.decision_transformer import DecisionTransformerPolicy
 from deft.models.encoders import ObservationEncoder, is_image
+from deft.models.inpainting import MAX_GUIDANCE
 from deft.models.policy import Policy, members_of
 from deft.models.vla.policy import VLAPolicy
 from deft.runs.checkpoint import TRAINING_STATE
@@ -149,6 +150,29 @@ class LoadedPolicy:
         """
         rewards = self._rewards(reward)
         return self._finished(self._actor.act_chunk(self._rows(observation), rewards)[0])
+
+    def inpaint_chunk(
+        self, observation: Any, running: np.ndarray, frozen_steps: int, max_guidance: float = MAX_GUIDANCE
+    ) -> np.ndarray:
+        """A chunk [K, A] for one observation that continues the chunk which is executed: real-time chunking.
+
+        `running` [L, A] are the actions that this chunk has left from this step on, L ≤ K. The first `frozen_steps` of
+        them are executed while this is computed, and are the first ones of the new chunk. The next ones guide its
+        denoising with decreasing weights, by factors of at most `max_guidance`.
+        """
+        length, size = self.policy.chunk_length, int(np.prod(self.action_space.shape or ()))
+        running = np.asarray(running, np.float32)
+        left = len(running) if running.ndim else 0
+        if running.shape != (left, size) or not 1 <= left <= length or not np.isfinite(running).all():
+            raise InputError(
+                f"inpaint_chunk: running has the shape {list(running.shape)}; give the finite actions that the chunk "
+                f"has left, [1 to {length}, {size}]"
+            )
+        if not 0 <= frozen_steps <= left:
+            raise InputError(f"inpaint_chunk: frozen_steps {frozen_steps} must be 0 to {left}, the steps of running")
+        padded = np.concatenate([running, np.repeat(running[-1:], length - left, 0)])
+        counts = (np.array([left]), np.array([frozen_steps]))
+        return self._finished(self._actor.inpaint(self._rows(observation), padded[None], *counts, max_guidance)[0])
 
     def check(self, observation: Any) -> None:
         """Raise an error for an observation that `get_action` rejects."""

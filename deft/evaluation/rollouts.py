@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 
 from deft import schema
 from deft.data.spaces import action_stream
@@ -25,6 +26,7 @@ from deft.envs.vector import Episode, VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.evaluation.video import write_video
 from deft.models.decision_transformer import DecisionTransformerPolicy
+from deft.models.inpainting import MAX_GUIDANCE, Inpainting, soft_mask
 from deft.models.policy import Policy
 from deft.runs.rollout import rollout
 
@@ -122,6 +124,37 @@ class PolicyActor:
         self._played[:] = self._chunk_length
         return self._chunks.copy()
 
+    @torch.no_grad()
+    def inpaint(
+        self,
+        observation: Observation,
+        running: np.ndarray,
+        left: np.ndarray,
+        frozen: np.ndarray,
+        max_guidance: float = MAX_GUIDANCE,
+    ) -> np.ndarray:
+        """Return new chunks [N, K, A] that agree with the rest of those that are executed (real-time chunking).
+
+        `running` [N, K, A] has the actions from this step on, of which `left` [N] are real; the first `frozen` [N] of
+        them are executed whatever is computed here, and are those of the new chunk too. Denoised without noise in the
+        steps, as a deterministic action.
+        """
+        policy, (count, length, _) = self._policy, running.shape
+        if not policy.can_inpaint or policy.noise_shape is None:
+            raise InputError(
+                f"real-time chunking: {type(policy).__name__} has no denoising chain that can be guided; use one with "
+                "--distribution flow or diffusion, vla-tiny with head=flow or head=diffusion, pi0, pi05 or smolvla"
+            )
+        td = self._inputs(observation, np.arange(count), None)
+        state = policy.encode_to_act(td[schema.OBSERVATION])
+        actions = torch.as_tensor(running, dtype=torch.float32, device=self._device)
+        weights = soft_mask(length, *(torch.as_tensor(steps, device=self._device) for steps in (left, frozen)))
+        inpainting = Inpainting(policy.to_unit(actions).reshape(running.shape), weights, max_guidance)
+        noise = torch.randn(count, *policy.noise_shape, device=self._device)
+        found = policy.from_unit(policy.denoise(state, noise, self._mask, inpainting)).numpy(force=True)
+        is_frozen = np.arange(length)[:, None] < frozen[:, None, None]
+        return np.where(is_frozen, running, found.reshape(running.shape)).astype(found.dtype)
+
     def ended(self, done_index: np.ndarray) -> None:
         """Start a new episode in these environments."""
         self._played[done_index] = self._chunk_length
@@ -131,12 +164,7 @@ class PolicyActor:
     def _decide(self, observation: Observation, is_due: np.ndarray, reward: np.ndarray | None) -> None:
         """New chunks for the environments that are due, from their rows of the observation alone."""
         due = np.flatnonzero(is_due)
-        rows = torch.as_tensor(due, device=self._device)
-        memory = None if self._memory is None else self._memory[rows]
-        mask = None if self._mask is None else self._mask[rows]
-        rewards = reward[due] if reward is not None and self._policy.needs_reward else None
-        inputs = policy_inputs(take_rows(observation, due), self._device, memory, mask, rewards)
-        td = self._policy.act(inputs, self._deterministic)
+        td = self._policy.act(self._inputs(observation, due, reward), self._deterministic)
         check_log_prob(td.get(schema.LOG_PROB, None))
         chunks = td[schema.ACTION].numpy(force=True)
         if self._chunk_length == 1:
@@ -147,7 +175,15 @@ class PolicyActor:
         self._played[due] = 0
         if self._memory is not None:
             self._memory = self._memory.clone()
-            self._memory[rows] = td[schema.NEXT_MEMORY]
+            self._memory[torch.as_tensor(due, device=self._device)] = td[schema.NEXT_MEMORY]
+
+    def _inputs(self, observation: Observation, due: np.ndarray, reward: np.ndarray | None) -> TensorDict:
+        """The inputs of the policy for the rows `due`."""
+        rows = torch.as_tensor(due, device=self._device)
+        memory = None if self._memory is None else self._memory[rows]
+        mask = None if self._mask is None else self._mask[rows]
+        rewards = reward[due] if reward is not None and self._policy.needs_reward else None
+        return policy_inputs(take_rows(observation, due), self._device, memory, mask, rewards)
 
 
 def expert_actions(env: VectorEnv, action_space: spaces.Space) -> Callable[[], np.ndarray]:

@@ -32,6 +32,7 @@ from deft.models.distributions import (
     action_head,
 )  # fmt: skip
 from deft.models.encoders import ObservationEncoder, VectorEncoder, make_encoder
+from deft.models.inpainting import Inpainting
 from deft.models.legacy_weights import keep_reward_normalizer, translate
 from deft.models.mlp import BatchedMLP
 from deft.models.normalization import RewardNormalizer
@@ -221,6 +222,7 @@ class ActorCritic(Policy):
             self.head.chunk_length = config.chunk_length
         self.is_continuous = isinstance(self.head, BoxHead) and self.memory is None
         self.noise_shape = self.head.noise_shape
+        self.can_inpaint = self.noise_shape is not None
         self.has_mean = self.is_continuous and self.noise_shape is None
         self.action_dim = getattr(self.head, "action_dim", None)
         self._small_actor: tuple[int, SmallActor] | None = None
@@ -410,9 +412,16 @@ class ActorCritic(Policy):
         """`count` unit actions per state from one pass through the network, and their log-densities."""
         return self._box_head.rsample(self._actor_output(state), count)
 
-    def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def denoise(
+        self,
+        state: Encoded,
+        noise: Tensor,
+        action_mask: Tensor | None = None,
+        inpainting: Inpainting | None = None,
+    ) -> Tensor:
         """Unit actions [B, K · A] that noise [B, K, A] leads to; padded dims are 0."""
-        unit = self._box_head.denoise(self._actor_output(state)[0], noise)
+        inpainting = None if inpainting is None else inpainting.masked(action_mask)
+        unit = self._box_head.denoise(self._actor_output(state)[0], noise, inpainting)
         return unit if action_mask is None else unit.masked_fill(~action_mask.tile(self.chunk_length), 0.0)
 
     def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from deft.errors import InputError
+from deft.models.inpainting import Inpainting
 
 LOG_STD_RANGE = (-4.0, 1.0)
 Drawn: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -43,6 +44,9 @@ class Chunks(nn.Module):
         """Shape [K, D] of the noise that `denoise` starts from; None for heads that do not start from noise."""
         return None
 
-    def denoise(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Actions [B, K, A] that noise [B, K, D] leads to, without further random values."""
+    def denoise(self, features: Tensor, noise: Tensor, inpainting: Inpainting | None = None) -> Tensor:
+        """Actions [B, K, A] that noise [B, K, D] leads to, without further random values.
+
+        With `inpainting` they are guided towards its target.
+        """
         raise InputError(f"{type(self).__name__} does not start from noise")

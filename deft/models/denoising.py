@@ -24,6 +24,7 @@ from deft.models.denoising_chain import Transition, draw, mean_real, score
 from deft.models.diffusion_chain import DiffusionUpdate, cosine_signal, diffused, diffusion_times
 from deft.models.distributions import BoxHead
 from deft.models.flow_chain import Velocity, euler, flow_matching_error, flow_time, hold_last
+from deft.models.inpainting import Inpainting, guided_noise, guided_velocity
 
 TIME_FREQUENCIES = 8
 SMALLEST_SHARE = 0.01  # distance of log σ from its bounds, relative to their distance, that its offset starts from
@@ -105,7 +106,9 @@ class DenoisingChunks(Chunks):
         frozen = _network(self.frozen, features)
         return [frozen] * self.first_trained + [trained] * (self.num_steps - self.first_trained)
 
-    def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
+    def _transition(
+        self, features: Tensor, deterministic: bool = False, inpainting: Inpainting | None = None
+    ) -> Transition:
         """The mean and the deviation of each step; those of deterministic steps may have another mean."""
         raise TypeError(type(self).__name__)
 
@@ -130,9 +133,9 @@ class DenoisingChunks(Chunks):
         """As the actions."""
         return self.shape
 
-    def denoise(self, features: Tensor, noise: Tensor) -> Tensor:
+    def denoise(self, features: Tensor, noise: Tensor, inpainting: Inpainting | None = None) -> Tensor:
         """The deterministic action of `draw` from this noise."""
-        return draw(self._transition(features, True), noise, self.num_steps, True)[0][:, -1]
+        return draw(self._transition(features, True, inpainting), noise, self.num_steps, True)[0][:, -1]
 
 
 class FlowChunks(DenoisingChunks):
@@ -166,8 +169,11 @@ class FlowChunks(DenoisingChunks):
         """σ of each step, [S, K, A]; the initial one with a noise network."""
         return self.log_noise.clamp(*LOG_STD_RANGE).exp()
 
-    def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
-        predicts, constant = self._predicts(features), self.deviation
+    def _transition(
+        self, features: Tensor, deterministic: bool = False, inpainting: Inpainting | None = None
+    ) -> Transition:
+        predicts = [guided_velocity(velocity, inpainting) for velocity in self._predicts(features)]
+        constant = self.deviation
 
         def transition(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
             mean = euler(predicts[step], x, step, self.num_steps)
@@ -212,12 +218,15 @@ class DiffusionChunks(DenoisingChunks):
         self.times = diffusion_times(self.total_steps, self.num_steps)
         self.update = DiffusionUpdate(spec.noise_min)
 
-    def _transition(self, features: Tensor, deterministic: bool = False) -> Transition:
+    def _transition(
+        self, features: Tensor, deterministic: bool = False, inpainting: Inpainting | None = None
+    ) -> Transition:
         predicts = self._predicts(features)
 
         def transition(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
             time, after = self.times[step], self.times[step + 1]
-            noise = predicts[step](x, x.new_full((len(x),), time / self.total_steps)).float()
+            predict = guided_noise(predicts[step], self.signal[time], inpainting)
+            noise = predict(x, x.new_full((len(x),), time / self.total_steps)).float()
             return self.update(x, noise, self.signal[time], self.signal[after], not deterministic)
 
         return transition
@@ -322,9 +331,9 @@ class DenoisingHead(BoxHead):
         """Shape [K, A] of the noise; K is 1 without chunks."""
         return self.chunks.noise_shape
 
-    def denoise(self, output: Tensor, noise: Tensor) -> Tensor:
+    def denoise(self, output: Tensor, noise: Tensor, inpainting: Inpainting | None = None) -> Tensor:
         """Unit actions [B, K · A] that noise [B, K, A] leads to."""
-        return self.chunks.denoise(output, noise).flatten(1)
+        return self.chunks.denoise(output, noise, inpainting).flatten(1)
 
     def mean(self, output: Tensor) -> Tensor:
         """Raise an error: there is no mean action."""

@@ -22,6 +22,7 @@ from torch.nn import functional
 from deft import schema
 from deft.errors import InputError
 from deft.models.action_scale import ActionScale, into_box
+from deft.models.inpainting import Inpainting
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 LOG_STD_RANGE = (-20.0, 2.0)
@@ -86,8 +87,8 @@ class BoxHead(ActionHead, ActionScale):
         """The loss of behaviour cloning, [members, B]; `step_mask` [B, K]: which steps of chunks are real."""
         return -self.log_prob(output, unit)
 
-    def denoise(self, output: Tensor, noise: Tensor) -> Tensor:
-        """Unit actions [B, K · A] that noise [B, K, A] leads to."""
+    def denoise(self, output: Tensor, noise: Tensor, inpainting: Inpainting | None = None) -> Tensor:
+        """Unit actions [B, K · A] that noise [B, K, A] leads to, guided by `inpainting`."""
         raise InputError(f"{type(self).__name__} does not start from noise")
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:

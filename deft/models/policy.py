@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
+from deft.models.inpainting import Inpainting
 from deft.models.normalization import RewardNormalizer
 from deft.models.privileged import PrivilegedValue, public_space
 
@@ -86,6 +87,8 @@ class Policy(nn.Module):
     """Whether its actions depend on the observation through the features of `encode` alone."""
     noise_shape: tuple[int, int] | None = None
     """Shape [K, D] of the noise that `denoise` starts from, in a policy that denoises; None in any other."""
+    can_inpaint: bool = False
+    """Whether `denoise` can be guided towards a running chunk (`deft.models.inpainting`)."""
     num_members: int = 1
     action_dim: Any = None
     center: Any
@@ -283,8 +286,17 @@ class Policy(nn.Module):
         samples, log_probs = self.sample(state)
         return log_probs[0] - other.log_prob(other_state, samples[0])
 
-    def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
-        """Unit actions [B, A] that noise [B, *noise_shape] leads to, before clipping; no further random values."""
+    def denoise(
+        self,
+        state: Encoded,
+        noise: Tensor,
+        action_mask: Tensor | None = None,
+        inpainting: Inpainting | None = None,
+    ) -> Tensor:
+        """Unit actions [B, A] that noise [B, *noise_shape] leads to, before clipping; no further random values.
+
+        With `inpainting` (of unit actions) they are guided towards its target, if `can_inpaint`.
+        """
         raise InputError(f"{type(self).__name__} does not start from noise: it has no flow or diffusion head")
 
     def state_value(self, features: Tensor) -> Tensor:

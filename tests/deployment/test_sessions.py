@@ -6,12 +6,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from served_policies import BOX, CHUNK, network, scene, tiny
 
 from deft.config.deployment_settings import ServeConfig
-from deft.deployment.sessions import ActionSession, AsyncSession, ChunkSession, EnsembleSession, make_session
+from deft.deployment.sessions import (
+    ActionSession,
+    AsyncSession,
+    ChunkSession,
+    EnsembleSession,
+    RealTimeSession,
+    make_session,
+)
 from deft.errors import InputError, RunError
+from deft.evaluation.loaded_policy import LoadedPolicy
 
 
 class Counting:
@@ -210,6 +219,90 @@ def test_a_rejected_message_and_a_failed_computation_are_errors_of_one_message()
     assert run(play()) == [0, 1, 2, 3]  # the step is repeated, and answered from c_0
 
 
+# ------------------------------------------------------------------------------------------------ real-time chunking
+
+
+class Continuing(Counting):
+    """Its chunk for the observation j that continues another one is c_j[i] = 10 j + i, with the frozen actions."""
+
+    policy = SimpleNamespace(chunk_length=4, recurrent=False, can_inpaint=True)
+    action_selection = "sampled noise"
+
+    def __init__(self):
+        self.continued = []
+
+    def inpaint_chunk(self, observation, running, frozen, max_guidance):
+        self.continued.append((running[:, 0].tolist(), frozen, max_guidance))
+        return np.concatenate([running[:frozen], self.get_chunk(observation)[frozen:]])
+
+
+def test_the_next_chunk_continues_the_rest_of_the_last_one():
+    slow, policy = Slow(delay=1), Continuing()
+    session = RealTimeSession(policy, slow.infer, horizon=2, max_guidance=3.0)
+    # As in the test of async: c_2 is computed in step 2 while c_0[2] = 2 is executed, which is frozen; c_0 has 2 and 3
+    # left. Step 3 executes c_2[1] = 21. In step 4, c_2 has 22 and 23 left, and so on.
+    assert run(played(session, slow, 6)) == [0, 1, 2, 21, 22, 41]
+    assert policy.continued == [([2, 3], 1, 3.0), ([22, 23], 1, 3.0)]
+
+
+def test_as_many_steps_are_frozen_as_the_longest_delay():
+    slow, policy = Slow(delay=2), Continuing()
+    session = RealTimeSession(policy, slow.infer, horizon=1, delay=1)
+    # Step 1 starts c_1 with 1 frozen step (the delay that is expected) of 1, 2, 3. It takes 2 steps: step 3 executes
+    # c_1[2] = 12 and starts c_3 with 2 frozen steps of 12, 13; step 5 executes c_3[2] = 32.
+    assert run(played(session, slow, 6)) == [0, 1, 2, 12, 13, 32]
+    assert policy.continued[:2] == [([1, 2, 3], 1, 5.0), ([12, 13], 2, 5.0)]
+    session.reset()  # the delay is that of the machine, not of an episode
+    policy.continued.clear()
+    run(played(session, slow, 2))
+    assert policy.continued == []  # the computation has not ended, and Slow calls the policy at its end
+    assert max(session._delays) == 2
+
+
+def test_no_more_steps_are_frozen_than_are_left():
+    slow, policy = Slow(delay=1), Continuing()
+    session = RealTimeSession(policy, slow.infer, horizon=3, delay=9)
+    assert run(played(session, slow, 5)) == [0, 1, 2, 3, 31]
+    assert policy.continued == [([3], 1, 5.0)]
+
+
+def test_the_frozen_actions_of_a_flow_are_those_of_the_running_chunk():
+    policy = tiny(head="flow")
+    chunk = policy.get_chunk(scene(0))
+    new = policy.inpaint_chunk(scene(1), chunk[1:], 1)
+    assert new.shape == (CHUNK, 2)
+    assert BOX.contains(new[2])
+    assert new[0].tobytes() == chunk[1].tobytes()
+    torch.manual_seed(5)
+    plain = policy.get_chunk(scene(1))
+    torch.manual_seed(5)
+    free = policy.inpaint_chunk(scene(1), chunk[1:], 0, max_guidance=0.0)
+    np.testing.assert_allclose(free, plain, rtol=0, atol=1e-6)
+    torch.manual_seed(5)
+    guided = policy.inpaint_chunk(scene(1), chunk[1:], 0)
+    assert np.abs(guided - plain).max() > 1e-3
+    for bad in (chunk[:0], chunk[0], np.full((1, 2), np.nan)):
+        with pytest.raises(InputError, match=r"inpaint_chunk: running .* \[1 to 3, 2\]"):
+            policy.inpaint_chunk(scene(1), bad, 0)
+    with pytest.raises(InputError, match="frozen_steps 3 must be 0 to 2"):
+        policy.inpaint_chunk(scene(1), chunk[1:], 3)
+    with pytest.raises(InputError, match="VLAPolicy has no denoising chain that can be guided"):
+        tiny().inpaint_chunk(scene(1), chunk[1:], 1)
+
+
+def test_real_time_chunking_of_a_flow():
+    """Also the first calls of a server, and an error with sampled actions."""
+    policy = tiny(head="flow")
+    session = make_session("rtc", policy, at_once, ServeConfig(path="-"), lambda: None)
+    session.warm_up(scene(0))
+    for step in range(5):
+        assert BOX.contains(run(session.act(scene(step), None)))
+        policy.reset()
+    sampled = LoadedPolicy(policy.policy, policy.made_for, deterministic=False)
+    with pytest.raises(InputError, match="mode rtc adds no noise in the denoising steps; leave out --stochastic"):
+        make_session("rtc", sampled, at_once, ServeConfig(path="-"), lambda: None)
+
+
 # ------------------------------------------------------------------------------------------------- modes and policies
 
 
@@ -228,7 +321,14 @@ def test_chunks_and_actions_are_those_of_the_policy():
         ("ensemble", {}, {}, "one action at a time"),
         ("async", {}, {}, "one action at a time"),
         ("async", {"tiny": True}, {"execution_horizon": 4}, "execution_horizon 4 is larger than the chunk"),
-        ("best", {}, {}, "mode 'best' is not one of action, chunk, ensemble, async"),
+        ("rtc", {}, {}, "one action at a time"),
+        (
+            "rtc",
+            {"tiny": True},
+            {},
+            r"mode rtc .*\(VLAPolicy\) has no denoising chain that can be guided: use mode async",
+        ),
+        ("best", {}, {}, "mode 'best' is not one of action, chunk, ensemble, async, rtc"),
     ],
 )
 def test_modes_that_do_not_fit(mode, policy, settings, words):

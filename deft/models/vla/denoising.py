@@ -6,7 +6,7 @@ They act by denoising, and PPO and GRPO score the denoising chain (`denoising_ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tensordict import TensorDictBase
@@ -16,12 +16,13 @@ from torch.nn import functional
 from deft import schema
 from deft.errors import InputError
 from deft.models.denoising_chain import Transition, draw, score
+from deft.models.inpainting import Inpainting
 from deft.models.vla.interface import Sample
 from deft.models.vla.pretrained import PretrainedVLA
 from deft.models.vla.streams import Statistics
 
-Steps = Callable[[bool, Tensor], Transition]
-"""(deterministic, mask of the executed dims) → the mean and the deviation of each step of the chain."""
+Steps = Callable[[bool, Tensor, Inpainting | None], Transition]
+"""(deterministic, mask of the executed dims, what guides it) → mean and deviation of each step of the chain."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class DenoisingVLA(PretrainedVLA):
 
     keeps_sample = True
     starts_from_noise = True
+    can_inpaint = True
     action_statistics: Statistics
     shape: ChainShape
     num_steps: int
@@ -75,7 +77,7 @@ class DenoisingVLA(PretrainedVLA):
         steps, features = self.steps(observations)
         noise = torch.randn(len(features), self.shape.chunk_size, self.shape.dims, device=features.device)
         executed = self.executed(action_mask, features.device)
-        chain, log_probs = draw(steps(deterministic, executed), noise, self.num_steps, deterministic, executed)
+        chain, log_probs = draw(steps(deterministic, executed, None), noise, self.num_steps, deterministic, executed)
         value = self.value_head(features)
         return self._actions(chain[:, -1], action_mask), log_probs.sum(1), value, {schema.CHAIN: chain}
 
@@ -85,9 +87,11 @@ class DenoisingVLA(PretrainedVLA):
         noise: Tensor,
         action_mask: Tensor | None = None,
         features: Tensor | None = None,
+        inpainting: Inpainting | None = None,
     ) -> Tensor:
         """The actions that noise [B, *noise_shape] leads to."""
-        transition = self.steps(observations)[0](True, self.executed(action_mask, noise.device))
+        guide = None if inpainting is None else self._of_chain(inpainting.masked(action_mask))
+        transition = self.steps(observations)[0](True, self.executed(action_mask, noise.device), guide)
         return self._actions(draw(transition, noise, self.num_steps, deterministic=True)[0][:, -1], action_mask)
 
     def evaluate_actions(
@@ -109,7 +113,7 @@ class DenoisingVLA(PretrainedVLA):
             )
         steps, features = self.steps(observations)
         mask = self.executed(action_mask, features.device)
-        log_probs, entropies = score(steps(False, mask), sample[schema.CHAIN], mask)
+        log_probs, entropies = score(steps(False, mask, None), sample[schema.CHAIN], mask)
         return log_probs, entropies.sum(1), self.value_head(features)
 
     # Computation -----------------------------------------------------------------------------------------------------
@@ -121,6 +125,14 @@ class DenoisingVLA(PretrainedVLA):
         if action_mask is None:
             return mask
         return mask & functional.pad(action_mask, (0, self.shape.dims - self.action_dim)).unsqueeze(1)
+
+    def _of_chain(self, inpainting: Inpainting) -> Inpainting:
+        """A target in the environment's units as that of the chain; its further steps and dims have none."""
+        first, shape = self.shape.first, self.shape
+        around = (0, shape.dims - self.action_dim, first, shape.chunk_size - first - self.chunk_length)
+        target = self.action_statistics.normalize(inpainting.target)
+        weights = inpainting.weights.expand_as(target)
+        return replace(inpainting, target=functional.pad(target, around), weights=functional.pad(weights, around))
 
     def _actions(self, end: Tensor, action_mask: Tensor | None) -> Tensor:
         """The executed part of a chain's end, in the environment's units."""

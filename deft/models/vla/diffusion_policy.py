@@ -20,6 +20,7 @@ from deft.errors import InputError
 from deft.models.denoising_chain import Transition, mean_real
 from deft.models.diffusion_chain import DiffusionUpdate, diffused, diffusion_times, signal_of
 from deft.models.flow_chain import hold_last
+from deft.models.inpainting import Inpainting, guided_action, guided_noise
 from deft.models.vla.denoising import ChainShape, DenoisingVLA, Steps
 from deft.models.vla.diffusion_network import DiffusionNetwork, ResidualBlock, map_size, position_grid
 from deft.models.vla.lerobot_folder import (
@@ -131,12 +132,17 @@ class DiffusionPolicyVLA(DenoisingVLA):
         """The denoising steps given an observation, and the features of the value."""
         features = self.condition(observations)
 
-        def steps(deterministic: bool, mask: Tensor) -> Transition:
+        def steps(deterministic: bool, mask: Tensor, inpainting: Inpainting | None) -> Transition:
             is_random = False if deterministic else mask
+            guided = guided_action if self.update.predicts_action else guided_noise
+
+            def predict(x: Tensor, time: Tensor) -> Tensor:
+                return self.backbone(x, time, features).float()
 
             def transition(x: Tensor, step: int) -> tuple[Tensor, Tensor]:
                 time, after = self.times[step], self.times[step + 1]
-                predicted = self.backbone(x, torch.full((len(x),), time - 1, device=x.device), features).float()
+                network = guided(predict, self.signal[time], inpainting)
+                predicted = network(x, torch.full((len(x),), time - 1, device=x.device))
                 return self.update(x, predicted, self.signal[time], self.signal[after], is_random)
 
             return transition

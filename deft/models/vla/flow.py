@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from deft.errors import InputError
 from deft.models.denoising_chain import Transition
 from deft.models.flow_chain import Velocity, flow_matching_error, flow_transition, hold_last
+from deft.models.inpainting import Inpainting, guided_velocity
 from deft.models.vla.denoising import ChainShape, DenoisingVLA, Steps
 from deft.models.vla.spec import StreamSpec
 
@@ -73,8 +74,8 @@ class FlowVLA(DenoisingVLA):
         """Euler steps along the velocity field, and the features of the value."""
         velocity, features = self._field(observations)
 
-        def steps(deterministic: bool, mask: Tensor) -> Transition:
-            return flow_transition(velocity, self.deviation)
+        def steps(deterministic: bool, mask: Tensor, inpainting: Inpainting | None) -> Transition:
+            return flow_transition(guided_velocity(velocity, inpainting), self.deviation)
 
         return steps, features
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from deft.models.chunks import LOG_STD_RANGE, Chunks, Drawn
 from deft.models.distributions import HALF_LOG_2PI
+from deft.models.inpainting import Inpainting
 
 ROUNDING = 0.1  # below this the absolute error becomes a squared one, e² / 0.2, whose gradient vanishes at 0
 SWITCH_WEIGHT = 0.1  # weight of −log p of the switches in the imitation loss, relative to the error of the other dims
@@ -197,9 +198,18 @@ class SwitchedChunks(Chunks):
         """That of the other dims."""
         return self.others.noise_shape
 
-    def denoise(self, features: Tensor, noise: Tensor) -> Tensor:
-        """Denoise the other dims; each switch takes its most likely sequence."""
-        return self._joined(self.others.denoise(features, noise), self._log_probs(features).argmax(-1))
+    def denoise(self, features: Tensor, noise: Tensor, inpainting: Inpainting | None = None) -> Tensor:
+        """Denoise the other dims; each switch takes its most likely sequence.
+
+        With `inpainting`, the most likely one of those that agree with its target in the most frozen steps: in all of
+        them, where the target is the rest of such a sequence.
+        """
+        logs = self._log_probs(features)
+        if inpainting is None:
+            return self._joined(self.others.denoise(features, noise), logs.argmax(-1))
+        agreeing = self._agreement(inpainting.of_dims(self.dims))
+        logs = logs.masked_fill(agreeing < agreeing.amax(-1, keepdim=True), -torch.inf)
+        return self._joined(self.others.denoise(features, noise, inpainting.of_dims(self.rest)), logs.argmax(-1))
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """The loss of the other dims, and −log p of the switches in chunks that end within the episode."""
@@ -214,6 +224,11 @@ class SwitchedChunks(Chunks):
         """The sequence of each switch, [B, switches]: the one that agrees with the sign of the most steps."""
         signs = torch.where(actions[..., self.dims] > 0, 1.0, -1.0).to(self.ways)  # [B, K, S]
         return torch.einsum("bks,wk->bsw", signs, self.ways).argmax(-1)
+
+    def _agreement(self, inpainting: Inpainting) -> Tensor:
+        """The number of frozen steps in which each sequence agrees with the target, [B, switches, 2K]."""
+        signs = torch.where(inpainting.target > 0, 1.0, -1.0).to(self.ways)  # [B, K, S]
+        return torch.einsum("bks,wk->bsw", signs * inpainting.frozen, self.ways)
 
     def _log_probs(self, features: Tensor) -> Tensor:
         return self.out(features).view(-1, len(self.dims), len(self.ways)).log_softmax(-1)

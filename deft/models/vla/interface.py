@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deft.errors import InputError
 from deft.models.distributions import HALF_LOG_2PI
+from deft.models.inpainting import Inpainting
 
 Sample: TypeAlias = Mapping[str, Tensor] | TensorDictBase | None
 """What `act` returned beside an action, if the model keeps it."""
@@ -77,6 +78,8 @@ class BaseVLAModel(nn.Module, ABC):
     to lies between the modes of the demonstrations."""
     noise_shape: tuple[int, int] | None = None
     """Shape [K, D] of the noise that `denoise` starts from; None for a model without that method."""
+    can_inpaint: bool = False
+    """Whether `denoise` has the keyword `inpainting`, which real-time chunking needs."""
     reads_folder: bool = False
     """Whether `load_vla_model` passes a pretrained folder to the constructor, as the keyword `folder`."""
     image_multiple: int = 1
@@ -189,10 +192,12 @@ class BaseVLAModel(nn.Module, ABC):
         noise: Tensor,
         action_mask: Tensor | None = None,
         features: Tensor | None = None,
+        inpainting: Inpainting | None = None,
     ) -> Tensor:
         """The actions that noise [B, *noise_shape] leads to, as `forward` shapes them, without further random values.
 
-        `features` of the observations, if given, are used as they are.
+        `features` of the observations, if given, are used as they are. `inpainting`, in the units of the actions that
+        are returned, guides them towards a running chunk.
         """
         raise InputError(f"{type(self).__name__} does not start from noise: it has no flow or diffusion head")
 

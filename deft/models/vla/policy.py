@@ -21,6 +21,7 @@ from deft.errors import InputError
 from deft.models.action_scale import ActionScale, into_box
 from deft.models.denoising import add_new_parts
 from deft.models.encoders import ObservationEncoder, make_encoder
+from deft.models.inpainting import Inpainting
 from deft.models.legacy_weights import add_reward_scale, keep_reward_normalizer
 from deft.models.mlp import BatchedMLP
 from deft.models.normalization import RewardNormalizer
@@ -99,6 +100,7 @@ class VLAPolicy(ActionScale, Policy):
         if self.critic_streams and self.streams is None and isinstance(observation_space, gymnasium.spaces.Dict):
             self.streams = frozenset(observation_space)
         self.has_mean, self.noise_shape = self.model.has_mean, self.model.noise_shape
+        self.can_inpaint = self.noise_shape is not None and self.model.can_inpaint
         self.acts_on_features = self.encoder is None and self.model.shares_features
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
         self._sample_method = "act" if overrides(model, "act") else "forward"
@@ -337,9 +339,16 @@ class VLAPolicy(ActionScale, Policy):
         samples, log_prob = self._sample(state, count)
         return self._clipped(samples).unsqueeze(1), log_prob.unsqueeze(1)
 
-    def denoise(self, state: Encoded, noise: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    def denoise(
+        self,
+        state: Encoded,
+        noise: Tensor,
+        action_mask: Tensor | None = None,
+        inpainting: Inpainting | None = None,
+    ) -> Tensor:
         """Unit actions [B, K · A] that noise leads to."""
-        unit = self.model.denoise(state.observation, noise, action_mask, state.shared_features)
+        how = {} if inpainting is None else {"inpainting": inpainting}
+        unit = self.model.denoise(state.observation, noise, action_mask, state.shared_features, **how)
         self._check_action(f"the action of {self.model_name}.denoise", unit, len(noise))
         return unit.flatten(1)
 

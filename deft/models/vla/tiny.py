@@ -21,6 +21,7 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.chunks import Chunks
 from deft.models.denoising import DENOISING_CHUNKS, Denoising
+from deft.models.inpainting import Inpainting
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.cameras import ENCODERS, LEAST_CELLS, TEXT_DIM, CameraEncoder
 from deft.models.vla.heads import ROUNDING, GaussianChunks, SwitchedChunks, TokenChunks
@@ -233,7 +234,7 @@ class TinyVLAModel(StreamVLA):
         if self.switch_dims:
             chunks = SwitchedChunks(chunks, width, spec.chunk_length, spec.action_dim, self.switch_dims)
         self.head: Any = chunks
-        self.noise_shape = chunks.noise_shape
+        self.noise_shape, self.can_inpaint = chunks.noise_shape, chunks.noise_shape is not None
         last = nn.Linear(width, 1)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -443,12 +444,14 @@ class TinyVLAModel(StreamVLA):
         noise: Tensor,
         action_mask: Tensor | None = None,
         features: Tensor | None = None,
+        inpainting: Inpainting | None = None,
     ) -> Tensor:
         """The actions that noise [B, *noise_shape] leads to: those of `act` when deterministic, from this noise."""
         if self.noise_shape is None:
             return super().denoise(observations, noise)
         features = self.features(observations) if features is None else features
-        return self.shaped(self.head.denoise(self._for_head(features), noise), action_mask)
+        inpainting = None if inpainting is None else inpainting.masked(action_mask)
+        return self.shaped(self.head.denoise(self._for_head(features), noise, inpainting), action_mask)
 
     # -- inputs and outputs --------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from tensordict import TensorDict
 from deft import PPO, load_vla_model, schema
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
+from deft.models.inpainting import Inpainting
+from deft.models.vla.flow import FlowVLA
 from deft.models.vla.loading import save_vla_model
 
 # Steps and learning rate of a short fit, and the error that it reaches; π0.5 reads the state as words, and is slower.
@@ -74,6 +76,24 @@ def test_the_same_noise_leads_to_the_same_action(model: Any) -> None:
         torch.manual_seed(0)
         found = model.denoise(observations(), torch.randn(3, *model.noise_shape))
     torch.testing.assert_close(found, action)
+
+
+def test_a_flow_is_guided_towards_a_running_chunk(model: Any) -> None:
+    """Also after a pass in inference mode, whose tensors have no gradients."""
+    assert model.can_inpaint == model.starts_from_noise
+    if not model.starts_from_noise:
+        pytest.skip("no flow")
+    seen, noise = observations(), torch.randn(3, *model.noise_shape)
+    with torch.inference_mode():
+        plain = model.denoise(seen, noise).clone()
+    target, weights = plain + 0.5, torch.tensor([1.0, 0.0]).view(1, 2, 1)
+    with torch.no_grad():
+        same = model.denoise(seen, noise, inpainting=Inpainting(target, 0 * weights))
+        guided = model.denoise(seen, noise, inpainting=Inpainting(target, weights))
+    assert torch.equal(same, plain)
+    before, after = ((target - chunk)[:, 0].abs().mean() for chunk in (plain, guided))
+    # The actions of a diffusion are clipped, and may not reach the target.
+    assert float(after) < (0.3 if isinstance(model, FlowVLA) else 0.9) * float(before)
 
 
 def test_padded_dims_enter_nothing(model: Any) -> None:
