@@ -302,8 +302,9 @@ def evaluate(config: Any) -> Outcome | Mapping[str, Any]:
         raise InputError(f"{config.path}: holds three phases; evaluate one, as in {config.path}/teacher")
     if phase in ("teacher", "student", "adversarial"):
         return _evaluate_phase(phase, config)
-    given = {name: value for name, value in dataclasses.asdict(config).items() if name not in ("suite", "policy")}
-    return _success_outcome(_load("evaluation.evaluate:evaluate_run")(**given))
+    if config.inference_delay is not None:
+        return _success_outcome(_load("evaluation.delayed:evaluate_delayed")(config))
+    return _success_outcome(_load("evaluation.evaluate:evaluate_run")(**config.of_run()))
 
 
 def _success_outcome(results: Mapping[str, Any]) -> Outcome | Mapping[str, Any]:
@@ -317,6 +318,8 @@ def _success_outcome(results: Mapping[str, Any]) -> Outcome | Mapping[str, Any]:
 def _evaluate_phase(phase: str, config: Any) -> Outcome:
     if not config.deterministic:
         raise InputError(f"--stochastic: a run of phase {phase} has one way to act in evaluation; leave the flag out")
+    if config.inference_delay is not None:
+        raise InputError(f"--inference-delay: a run of phase {phase} decides single actions; leave it out")
     fixed = ("env", "env_kwargs", "task", "split", "shuffle_instructions", "videos", "random_policy", "vector")
     for name in (*fixed, "suite_path"):
         if getattr(config, name):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import fields
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,6 +11,7 @@ from deft.config.groups import EnvironmentChoice, PortSettings
 from deft.config.validation import (
     Count,
     NonNegative,
+    NonNegativeInt,
     OutputPath,
     Positive,
     Switch,
@@ -21,7 +23,21 @@ Split = Literal["train", "held-out", "all"]
 
 
 @settings
-class EvaluateConfig(EnvironmentChoice):
+class DelaySettings:
+    """A simulated delay of the computation of action chunks."""
+
+    inference_delay: NonNegativeInt | None = None
+    """Simulate that a chunk takes this many steps to compute, and measure the jumps between chunks."""
+    chunking: Literal["wait", "async", "rtc"] = "async"
+    """With `inference_delay`: stand still meanwhile, continue with the last chunk, or use real-time chunking."""
+    execution_horizon: Count | None = None
+    """With `inference_delay`: start the next chunk after this many steps of the last one; by default half of it."""
+    max_guidance: NonNegative = 5.0
+    """With `chunking rtc`: largest factor of the guidance towards the last chunk in a denoising step."""
+
+
+@settings
+class EvaluateConfig(EnvironmentChoice, DelaySettings):
     """Evaluate a trained policy."""
 
     path: str | None = None
@@ -42,6 +58,23 @@ class EvaluateConfig(EnvironmentChoice):
     """Play uniformly random actions on the same seeds, as a baseline."""
     vector: Literal["sync", "process", "warp"] | None = None
     """How the environments run, as in training; by default one after the other in this process."""
+
+    @model_validator(mode="after")
+    def _delay_fits(self) -> EvaluateConfig:
+        names = [field.name for field in fields(DelaySettings)]
+        if self.inference_delay is None:
+            if given := [name for name in names if getattr(self, name) != getattr(EvaluateConfig, name)]:
+                raise ValueError(f"{given[0]}: is for evaluations with a delay; give inference_delay too")
+            return self
+        for name in ("suite", "policy", "random_policy", "video", "videos"):
+            if getattr(self, name):
+                raise ValueError(f"inference_delay: is for the policy of a run, without {name}; leave one of them out")
+        return self
+
+    def of_run(self) -> dict[str, Any]:
+        """Return the arguments of `evaluate_run`."""
+        others = {"suite", "policy", *(field.name for field in fields(DelaySettings))}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
 
 
 @settings

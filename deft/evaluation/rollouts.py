@@ -232,11 +232,11 @@ def play_episodes(
         if policy is not None:
             actor = PolicyActor(policy, env.num_envs, env.action_mask, deterministic, chunk_length=1)
         wanted = min(env.num_envs, num_episodes - len(episodes))
-        episodes += _play_round(actor, env, wanted, seed + len(episodes), frames, watch or (lambda _: None))
+        episodes += play_round(actor, env, wanted, seed + len(episodes), frames, watch or (lambda _: None))
     return episodes
 
 
-def _play_round(
+def play_round(
     actor: Actor,
     env: VectorEnv,
     wanted: int,

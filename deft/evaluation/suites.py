@@ -52,8 +52,7 @@ def evaluate_suite(config: EvaluateConfig) -> dict[str, Any]:
     if config.policy is not None:
         results = evaluate_scripted(whole, suite)
     else:
-        given = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-        results = evaluate_run(**{name: given[name] for name in given if name not in ("suite", "policy")})
+        results = evaluate_run(**whole.of_run())
     limit = _time_limit(config, suite)
     protocol = f"{config.episodes} episodes per task of at most {limit} steps; {suite.protocol}"
     version = f"{suite.package} {locked_packages(suite)[suite.package]}"

@@ -252,11 +252,6 @@ def test_as_many_steps_are_frozen_as_the_longest_delay():
     # c_1[2] = 12 and starts c_3 with 2 frozen steps of 12, 13; step 5 executes c_3[2] = 32.
     assert run(played(session, slow, 6)) == [0, 1, 2, 12, 13, 32]
     assert policy.continued[:2] == [([1, 2, 3], 1, 5.0), ([12, 13], 2, 5.0)]
-    session.reset()  # the delay is that of the machine, not of an episode
-    policy.continued.clear()
-    run(played(session, slow, 2))
-    assert policy.continued == []  # the computation has not ended, and Slow calls the policy at its end
-    assert max(session._delays) == 2
 
 
 def test_no_more_steps_are_frozen_than_are_left():
