@@ -121,7 +121,7 @@ def test_policies_and_settings_that_do_not_fit(policy, settings, words):
         delayed(space=spaces.Discrete(3), inference_delay=1)
 
 
-def test_the_command(deft, deft_or_error):
+def test_the_command(deft, deft_or_error, no_plots):
     deft("collect", "--env", "reach", "--policy", "expert", "--steps", "100", "--out", "d/reach-v0", "--json")
     few = "--num_epochs 1 --updates_per_epoch 2 --batch_size 8 --eval_episodes 1 --threads 1 --device cpu --json"
     flow = "--distribution flow --chunk_length 4 --output_dir r"
