@@ -103,7 +103,8 @@ class QFlowPolicy(WrappingPolicy):
         """Features for critics and n actions for each state, [1, n · B, …]; sample i of state b is row i B + b."""
         count = self.num_candidates
         if self.base.acts_on_features:
-            repeated = Encoded(None, state.features.repeat(1, count, 1))
+            shared = None if state.shared_features is None else state.shared_features.repeat(count, 1)
+            repeated = Encoded(None, state.features.repeat(1, count, 1), shared)
             actions = self.denoised(repeated, self.sample_noise(repeated))
         else:
             actions = torch.cat([self.denoised(state, self.sample_noise(state)) for _ in range(count)], 1)
