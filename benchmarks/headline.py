@@ -104,6 +104,21 @@ class Bench:
         for first in range(0, len(cores) - width + 1, width):
             self.free_cores.put(cores[first : first + width])
         self.width = width
+        self.started = time.monotonic()
+
+    def finish(self, judged: Sequence[tuple[str, Any, bool]], **parts: Any) -> int:
+        """Print the bars, write results.json with `parts`, and return the exit status: 1 if a bar is missed."""
+        print_table(["bar", "found", "met"], [[name, found, "yes" if met else "no"] for name, found, met in judged])
+        written = {
+            "command": " ".join(sys.argv),
+            "machine": machine(),
+            "seconds": time.monotonic() - self.started,
+            "bars": [{"bar": name, "found": found, "met": bool(met)} for name, found, met in judged],
+            **parts,
+        }
+        (self.root / "results.json").write_text(json.dumps(written, indent=1, default=float) + "\n")
+        print(f"written: {self.root / 'results.json'}", flush=True)
+        return 0 if all(met for _, _, met in judged) else 1
 
     def deft(self, *words: object, minutes: float | None = None) -> dict[str, Any]:
         """One command on cores of its own: return what it prints as JSON, and its duration.
@@ -280,7 +295,7 @@ def main() -> int:
     arguments, flags = parser.parse_known_args()
     arguments.flags = flags
     print_machine()
-    bench, started = Bench(arguments), time.monotonic()
+    bench = Bench(arguments)
     arguments.results.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(64) as pool, ThreadPoolExecutor(len(arguments.seeds)) as seeds:
         jobs = {seed: seeds.submit(bench.seed, seed, pool) for seed in arguments.seeds}
@@ -297,18 +312,7 @@ def main() -> int:
         ["mean over seeds (95 % interval)", *POLICIES],
         [[column, *(mean_success(results, name, column) for name in POLICIES)] for column in COLUMNS],
     )
-    judged = bars(results, arguments.minutes)
-    print_table(["bar", "found", "met"], [[name, found, "yes" if met else "no"] for name, found, met in judged])
-    written = {
-        "command": " ".join(sys.argv),
-        "machine": machine(),
-        "seconds": time.monotonic() - started,
-        "bars": [{"bar": name, "found": found, "met": bool(met)} for name, found, met in judged],
-        "seeds": results,
-    }
-    (arguments.results / "results.json").write_text(json.dumps(written, indent=1, default=float) + "\n")
-    print(f"written: {arguments.results / 'results.json'}", flush=True)
-    return 0 if all(met for _, _, met in judged) else 1
+    return bench.finish(bars(results, arguments.minutes), seeds=results)
 
 
 if __name__ == "__main__":

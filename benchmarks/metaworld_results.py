@@ -18,18 +18,16 @@ RL run, `--sft FLAGS` to SFT; both override the settings of the recipes.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import last_checkpoint, machine, over_seeds, print_machine, print_table, share_over_seeds
+from common import last_checkpoint, over_seeds, print_machine, print_table, share_over_seeds
 from headline import Bench, curve
 
 from deft.envs.suites import find_suite
@@ -131,26 +129,14 @@ def main() -> int:
     arguments.flags = flags
     find_suite("metaworld").check_installed("benchmarks/metaworld_results.py")
     print_machine()
-    bench, started = MetaWorldBench(arguments), time.monotonic()
+    bench = MetaWorldBench(arguments)
     arguments.results.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(len(arguments.seeds)) as seeds:
         jobs = {seed: seeds.submit(bench.seed, seed, pool) for seed in arguments.seeds}
         results = {seed: job.result() for seed, job in jobs.items()}
     rows = table(results, arguments.episodes)
     print_table(["success over seeds (95 % interval)", "SFT", "RL"], rows)
-    judged = bars(results)
-    print_table(["bar", "found", "met"], [[name, found, "yes" if met else "no"] for name, found, met in judged])
-    written = {
-        "command": " ".join(sys.argv),
-        "machine": machine(),
-        "seconds": time.monotonic() - started,
-        "bars": [{"bar": name, "found": found, "met": bool(met)} for name, found, met in judged],
-        "table": rows,
-        "seeds": results,
-    }
-    (arguments.results / "results.json").write_text(json.dumps(written, indent=1, default=float) + "\n")
-    print(f"written: {arguments.results / 'results.json'}", flush=True)
-    return 0 if all(met for _, _, met in judged) else 1
+    return bench.finish(bars(results), table=rows, seeds=results)
 
 
 if __name__ == "__main__":
