@@ -58,6 +58,7 @@ def test_switches_and_lists_differ_from_plain_values() -> None:
     assert [flag.name for flag in class_flags(EvaluateConfig)] == [
         "path", "suite", "policy", "video", "videos", "split", "shuffle_instructions", "random_policy", "vector",
         "env", "task", "rename_streams", "suite_path", "deterministic", "episodes", "seed", "device", "env_kwargs",
+        "inference_delay", "chunking", "execution_horizon", "max_guidance",
     ]  # fmt: skip
 
 

@@ -78,7 +78,7 @@ OTHER_VALUES: dict[type, Any] = {
     str: lambda value: {"fp32": "bf16", "auto": "off", "INFO": "ERROR", "DEBUG": "ERROR"}.get(value, "elsewhere"),
     tuple: lambda value: ("goal",),
 }
-OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
+OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a", "suite_path": "files"}
 
 
 @pytest.mark.parametrize("name", setting_names(OfflineRLConfig))

@@ -77,7 +77,7 @@ REACHABLE = {
     for name, paths in PATHS.items()
 }
 OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in PATHS["ppo"]} | {"buffer_size"}
-OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a"}
+OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a", "suite_path": "files"}
 CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian", "critic_observation": ("goal",)}
 BESIDE: dict[str, dict[str, object]] = {  # settings without which another one has no effect
     "hidden_dim": {"critic_observation": ("goal",)},

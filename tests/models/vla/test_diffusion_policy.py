@@ -145,7 +145,7 @@ def test_the_chunk_begins_at_the_oldest_observation(model: Any) -> None:
         chain = sample[schema.CHAIN]
         assert chain.shape == (3, 5, 8, 3)
         torch.testing.assert_close(action, model.action_statistics.denormalize(chain[:, -1, 1:3]))
-        transition = model.steps(observations())[0](False, model.executed(None, torch.device("cpu")))
+        transition = model.steps(observations())[0](False, model.executed(None, torch.device("cpu")), None)
         mean, deviation = transition(chain[:, 1], 1)
     is_mean = torch.isclose(mean, chain[:, 2], rtol=0, atol=1e-5).all(2).all(0)
     assert is_mean.tolist() == [True, False, False, True, True, True, True, True]
