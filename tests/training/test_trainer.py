@@ -127,7 +127,7 @@ def test_collection_runs_beside_training(tmp_path):
 
     limit = 0.02
     assert run(tmp_path / "a", buffer_type="standard") == 0
-    limit = 10.0  # reached only if nothing collects
+    limit = 1.0  # reached only if nothing collects: it may be ahead in some of the eight updates
     assert run(tmp_path / "b", buffer_type="vla") > 0
 
 
