@@ -18,6 +18,7 @@ from gymnasium import spaces
 from deft.config.deployment_settings import ServeConfig
 from deft.errors import InputError
 from deft.evaluation.loaded_policy import LoadedPolicy
+from deft.evaluation.rollouts import check_inpainting, execution_horizon
 from deft.models.inpainting import MAX_GUIDANCE
 from deft.models.policy import SAMPLE
 
@@ -122,9 +123,7 @@ class AsyncSession(ActionSession):
         super().__init__(policy, infer)
         _check_chunks(policy, self.mode, needs_box=blend_steps > 0)
         self._length = policy.policy.chunk_length
-        self._horizon = max(1, self._length // 2) if horizon is None else horizon
-        if self._horizon > self._length:
-            raise InputError(f"execution_horizon {horizon} is larger than the chunk; give {self._length} or less")
+        self._horizon = execution_horizon(self._length, horizon, "execution_horizon")
         self._blend_steps, self._stalled = blend_steps, stalled
         self._clear()
 
@@ -209,13 +208,7 @@ class RealTimeSession(AsyncSession):
         max_guidance: float = MAX_GUIDANCE,
     ) -> None:
         super().__init__(policy, infer, horizon, blend_steps, stalled)
-        if not policy.policy.can_inpaint:
-            raise InputError(
-                f"mode {self.mode} guides the denoising of a flow or a diffusion, and this policy "
-                f"({type(policy.policy).__name__}) has no denoising chain that can be guided: use mode async"
-            )
-        if policy.action_selection == SAMPLE:
-            raise InputError(f"mode {self.mode} adds no noise in the denoising steps; leave out --stochastic")
+        check_inpainting(policy.policy, "mode", samples=policy.action_selection == SAMPLE)
         self._delays = deque([delay], maxlen=REMEMBERED_DELAYS)
         self._max_guidance = max_guidance
 

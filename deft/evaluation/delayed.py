@@ -1,4 +1,4 @@
-"""`deft evaluate RUN --inference_delay D`: chunks that take D steps to compute, while the environment goes on.
+"""`deft evaluate RUN --inference_delay D`: chunks that take D steps to compute, while the environment continues.
 
 Measures what a robot loses to the time of inference, and what asynchronous inference and real-time chunking
 (`deft.models.inpainting`) win back. The modes are those of `deft serve`, with a delay that is exactly D steps.
@@ -20,7 +20,15 @@ from deft.envs.make import make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, merge_env_kwargs, rebuild_policy
-from deft.evaluation.rollouts import EVALUATION_ENVS, PolicyActor, check_num_episodes, play_round, summarize
+from deft.evaluation.rollouts import (
+    EVALUATION_ENVS,
+    PolicyActor,
+    check_inpainting,
+    check_num_episodes,
+    execution_horizon,
+    play_round,
+    summarize,
+)
 from deft.evaluation.success import reward_interval, success_tables
 from deft.models.action_scale import chunk_space
 from deft.models.policy import Policy, members_of
@@ -85,25 +93,16 @@ class DelayedActor:
         self._length, self._num_envs, space = policy.chunk_length, env.num_envs, env.action_space
         self._actor, self._mode, self._delay = actor, config.chunking, config.inference_delay or 0
         self._max_guidance = config.max_guidance
-        self._horizon = max(1, self._length // 2) if config.execution_horizon is None else config.execution_horizon
         if self._length == 1 or policy.recurrent:
             raise InputError("--inference_delay: is for policies without memory that decide chunks (chunk_length > 1)")
-        if self._horizon > self._length:
-            raise InputError(
-                f"--execution_horizon {self._horizon} is larger than the chunk; give {self._length} or less"
-            )
+        self._horizon = execution_horizon(self._length, config.execution_horizon, "--execution_horizon")
         if self._mode != WAIT and self._delay >= self._length:
             raise InputError(
                 f"--inference_delay {self._delay}: a chunk of {self._length} actions is over when it is complete; give "
                 f"{self._length - 1} or less, or use --chunking wait"
             )
-        if self._mode == RTC and not policy.can_inpaint:
-            raise InputError(
-                f"--chunking rtc guides the denoising of a flow or a diffusion, and this policy "
-                f"({type(policy).__name__}) has no denoising chain that can be guided: use --chunking async"
-            )
-        if self._mode == RTC and not config.deterministic:
-            raise InputError("--chunking rtc adds no noise in the denoising steps; leave out --stochastic")
+        if self._mode == RTC:
+            check_inpainting(policy, "--chunking", samples=not config.deterministic)
         if not isinstance(space, spaces.Box):
             raise InputError(f"--inference_delay: is for continuous actions; those here are {space}")
         self._low, self._high = space.low, space.high

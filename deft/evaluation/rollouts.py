@@ -61,6 +61,24 @@ class ScriptedActor:
         """Do nothing: there is no memory."""
 
 
+def execution_horizon(length: int, given: int | None, name: str) -> int:
+    """Return the steps of a chunk after which the next one is started: half of them if not given by `name`."""
+    if given is not None and given > length:
+        raise InputError(f"{name} {given} is larger than the chunk; give {length} or less")
+    return max(1, length // 2) if given is None else given
+
+
+def check_inpainting(policy: Policy, setting: str, samples: bool) -> None:
+    """Raise an error if `setting` rtc, real-time chunking, is not for this policy or for sampled actions."""
+    if not policy.can_inpaint:
+        raise InputError(
+            f"{setting} rtc guides the denoising of a flow or a diffusion, and this policy "
+            f"({type(policy).__name__}) has no denoising chain that can be guided: use {setting} async"
+        )
+    if samples:
+        raise InputError(f"{setting} rtc adds no noise in the denoising steps; leave out --stochastic")
+
+
 class PolicyActor:
     """A policy for `num_envs` environments.
 
