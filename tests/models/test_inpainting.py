@@ -167,7 +167,7 @@ def test_a_new_chunk_continues_the_running_one(kind):
     features = torch.zeros(count, WIDTH)
     with torch.no_grad():
         running = head.denoise(features, torch.randn(count, LENGTH, 1))
-        # The chunk goes on from where it began, as if the scene had not changed.
+        # The chunk continues from where it began, as if the scene had not changed.
         weights = soft_mask(LENGTH, torch.full((count,), left), torch.full((count,), frozen))
         noise = torch.randn(count, LENGTH, 1)
         plain = head.denoise(features, noise)

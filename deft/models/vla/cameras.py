@@ -7,7 +7,7 @@ around a cell too. It needs fewer samples and more computation: it is for a GPU.
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ SHARPNESS = 5.0  # inverse temperature of the attention of a query; with 1 it le
 LEAST_CELLS = 4  # on a side of the image: convolutions halve them twice
 
 
-class CameraEncoder(nn.Module):
+class CameraEncoder(nn.Module, ABC):
     """Encode an image as positions and appearances of what learned queries and queries of the text attend to.
 
     The image is divided into cells of `cell` pixels, each with features f. A query q, learned or computed from the
