@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from pydantic import Field
 
-from deft.config.validation import Count, Share, Switch, checked, settings
+from deft.config.validation import Count, NonNegative, Share, Switch, checked, settings
 from deft.envs.checks import check_choice, check_render_mode, check_whole
 from deft.envs.spaces import LETTERS, image_space, vector_space
 from deft.envs.spaces import action_space as unit_action_space
@@ -49,6 +49,8 @@ class TabletopSpec:
 
     task: str = "pick"
     """One of `TASKS`, or `all`: a task with a goal, drawn for each scene."""
+    task_weights: dict[str, NonNegative] | None = None
+    """For `all`: how often a task is drawn in relation to the others; 1 for a task without an entry."""
     control_mode: str = "delta_qpos"
     """`delta_qpos`, `delta_ee` or `delta_ee_pos`."""
     action_scale: Share = 1.0
@@ -110,6 +112,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         spec = checked(TabletopSpec, {"task": task, "control_mode": control_mode, **arguments})
         check_choice("task", spec.task, [*TASKS, ALL_TASKS])
         names = GOAL_TASKS if spec.task == ALL_TASKS else (spec.task,)
+        self._task_shares = task_shares(spec)
         check_whole("num_objects", spec.num_objects, max(TASKS[name].min_objects for name in names), MAX_OBJECTS)
         self.settings = spec
         self.split = spec.split
@@ -314,7 +317,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
     def _new_scene(self) -> None:
         """Draw a task and a scene whose objects have room and are at rest."""
         random = self.np_random
-        self.task_name = str(random.choice(GOAL_TASKS)) if self.settings.task == ALL_TASKS else self.settings.task
+        self.task_name = self.settings.task
+        if self.task_name == ALL_TASKS:
+            self.task_name = str(random.choice(GOAL_TASKS, p=self._task_shares))
         has_area = TASKS[self.task_name].has_area
         for _ in range(MAX_SCENE_TRIES):
             seed = int(random.integers(2**31))
@@ -398,3 +403,18 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         parts.append(self._area_from(tcp))
         parts.append([float(name == self.task_name) for name in TASKS])
         return np.concatenate(parts, dtype=np.float32, casting="same_kind")
+
+
+def task_shares(spec: TabletopSpec) -> np.ndarray | None:
+    """Return the probabilities of `GOAL_TASKS` by `task_weights`; None: all tasks are equally frequent."""
+    weights = spec.task_weights
+    if weights is None:
+        return None
+    if spec.task != ALL_TASKS:
+        raise InputError(f"task_weights: task is {spec.task!r}; leave them out, or use task {ALL_TASKS!r}")
+    for name in weights:
+        check_choice("task_weights", name, GOAL_TASKS)
+    given = np.array([weights.get(name, 1.0) for name in GOAL_TASKS])
+    if not given.sum() > 0:
+        raise InputError("task_weights: all are 0; give at least one task a weight above 0")
+    return given / given.sum()

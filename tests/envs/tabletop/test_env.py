@@ -1,6 +1,7 @@
 """The environment as a policy meets it: contract, exact states, kept scenes, and that the words are needed."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import gymnasium
@@ -12,6 +13,7 @@ import deft.envs  # noqa: F401 (registers the environment)
 from deft.config.settings import EnvConfig
 from deft.envs import SerialVectorEnv, make_env
 from deft.envs.state import decode, encode, restore_state, save_state
+from deft.envs.tabletop import env as env_module
 from deft.envs.tabletop import panda
 from deft.envs.tabletop.control import CONTROL_MODES
 from deft.envs.tabletop.env import TabletopEnv
@@ -431,6 +433,7 @@ def test_no_rule_about_places_tells_which_object_is_named() -> None:
         {"reward": "shaped"},
         {"scene_reset_interval": 0},
         {"num_objects": 5},
+        {"task_weights": {"juggle": 1.0}, "task": "all"},
         {"max_episode_steps": 0},
         {"render_mode": "human"},
     ],
@@ -438,6 +441,30 @@ def test_no_rule_about_places_tells_which_object_is_named() -> None:
 def test_wrong_settings_are_named(kwargs: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=rf"^{next(iter(kwargs))}(\[0\]: | is |: ).*(allowed|range|choose)"):
         TabletopEnv(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("task", "weights", "words"),
+    [("pick", {"pick": 2.0}, "task is 'pick'"), ("all", dict.fromkeys(GOAL_TASKS, 0.0), "all are 0")],
+)
+def test_task_weights_without_a_choice_are_rejected(task: str, weights: dict[str, float], words: str) -> None:
+    with pytest.raises(InputError, match=f"^task_weights: {words}"):
+        TabletopEnv(task, task_weights=weights)
+
+
+def test_task_weights_decide_how_often_a_task_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = TabletopEnv("all", task_weights={"place": 3.0, "reach": 0.0})
+    monkeypatch.setattr(env_module, "draw_scene", lambda seed, *_: None)  # the task is drawn before the scene
+    drawn: Counter[str] = Counter()
+    for seed in range(500):
+        with pytest.raises(RunError, match="no stable scene"):
+            env.reset(seed=seed)
+        drawn[env.task_name] += 1
+    # shares 0, 1/5, 1/5, 3/5 of 500: expected 100, 100, 300; standard deviations 9, 9, 11
+    assert drawn["reach"] == 0
+    assert drawn["push"] == pytest.approx(100, abs=36)
+    assert drawn["pick"] == pytest.approx(100, abs=36)
+    assert drawn["place"] == pytest.approx(300, abs=44)
 
 
 def test_wrong_use_is_named() -> None:
