@@ -13,6 +13,7 @@ from typing import Any
 
 import gymnasium
 import torch
+from gymnasium import spaces
 
 from deft.algorithms.registry import ONLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
@@ -27,6 +28,8 @@ from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.policy import Policy
 from deft.models.privileged import public_space, with_critic_streams
 from deft.models.vla.get_action import wrap_policy
+from deft.models.vla.loading import find_vla_class
+from deft.models.vla.spec import OBJECT_POSITIONS, model_keywords
 from deft.runs import sharding
 from deft.runs.compute import choose_device, choose_online_device, log_device
 from deft.runs.directory import place_run, run_opener
@@ -100,7 +103,20 @@ class OpenRun:
         if policy is None:
             weights_follow = self.resume_from is not None or self.config.model_path is not None
             policy = build_policy(self.config, observation, action, weights_follow)
+            self._record_number_of_labels(observation)
         return policy, observation
+
+    def _record_number_of_labels(self, observation: gymnasium.Space) -> None:
+        """Set `places_dim` of a VLA model that has it to the number of labels of `observation`, if there are any.
+
+        Weights may depend on it, and the policy later acts in environments without labels.
+        """
+        vla = self.config.policy.vla_config
+        if vla is None or not isinstance(observation, spaces.Dict) or OBJECT_POSITIONS not in observation.spaces:
+            return
+        if "places_dim" in model_keywords(find_vla_class(vla.model_class))[0]:
+            known = {"places_dim": observation[OBJECT_POSITIONS].shape[0], **vla.model_config}
+            self.config = replace(self.config, **{"policy.vla_config.model_config": known})
 
     def choose_online_device(self, policy: Policy, env: VectorEnv) -> None:
         """Resolve `device: auto` for a policy that acts during training; a small one trains on the CPU."""
@@ -131,7 +147,7 @@ class OpenRun:
         if self.starts_from is not None:
             load_policy_weights(policy, self.starts_from)
 
-    def spec_fields(self, acting: sharding.WholeCopy | None, spaces: PolicySpaces) -> dict[str, Any]:
+    def spec_fields(self, acting: sharding.WholeCopy | None, policy_spaces: PolicySpaces) -> dict[str, Any]:
         """Return the fields of `RunSpec`."""
         config = self.config
         return {
@@ -143,7 +159,7 @@ class OpenRun:
             "on_start": run_opener(config, self.replaces),
             "processes": self.processes,
             "acting": acting,
-            "spaces": spaces,
+            "spaces": policy_spaces,
         }
 
 
@@ -235,9 +251,9 @@ def build_trainer(
         public = public_space(observation, policy.critic_streams)
         own_action = vector_env.env_action_space
         own_action = chunk_space(own_action, chunk_length) if steps_singly else own_action
-        spaces = PolicySpaces(public, own_action, vector_env.action_mask)
+        policy_spaces = PolicySpaces(public, own_action, vector_env.action_mask)
         spec = OnlineSpec(
-            **run.spec_fields(acting, spaces),
+            **run.spec_fields(acting, policy_spaces),
             video_env=video_env,
             timeout=config.env.timeout,
             fresh_policy=fresh_policy,

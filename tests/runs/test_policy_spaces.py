@@ -109,6 +109,17 @@ def test_datasets_match_by_name(deft, deft_or_error, tmp_path):
     assert "the policy reads arm, top, wrist" in error
 
 
+def test_a_policy_trained_with_labels_is_loaded_where_there_are_none(deft, tmp_path):
+    """The trunk of a model with a bottleneck has inputs for each label; vla-tiny's own number of labels is 8."""
+    labelled = [*ENV, "--env-kwargs", 'names=["top","wrist","arm","places"]']
+    deft("train", "ppo", *PPO, *MODEL, "bottleneck=8", *labelled, "--output-dir", "run")
+    assert PolicySpaces.read(tmp_path / "run" / "checkpoint-8").observation["places"].shape != (8,)
+    unlabelled = [*ENV, "--env-kwargs", 'names=["top","wrist","arm","hand"]']
+    assert played(deft, *labelled) == played(deft, *unlabelled)
+    deft("train", "ppo", *PPO, *unlabelled, "--model-path", "run", "--output-dir", "next")
+    assert isinstance(played(deft, run="next"), float)
+
+
 def test_a_checkpoint_that_records_no_streams_is_taken_as_the_environment_has_them(deft, tmp_path, caplog):
     deft("train", "ppo", *PPO, *MODEL, *ENV, "--output-dir", "run")
     own = played(deft, *ENV)
