@@ -16,7 +16,7 @@ from gymnasium import spaces
 
 from deft.envs.checks import check_choice, check_image_size, check_render_mode, check_whole
 from deft.envs.suites import Suite
-from deft.envs.suites.metaworld_images import CAMERA, POSITION, Camera
+from deft.envs.suites.metaworld_images import CAMERA, DETAIL, POSITION, Camera
 from deft.errors import InputError
 from deft.schema import HEAD_RGB, INSTRUCTION, STATE
 
@@ -142,7 +142,8 @@ class MetaWorldEnv(gymnasium.Env):
     `reward`: `"success"` is 1 at the first step that succeeds, which ends the episode, and otherwise 0. `"dense"` is
     MetaWorld's own reward, from 0 to 10 per step; the episode continues to its time limit.
 
-    `rendering`: `"suite"`, or `"light"`, without shadows (faster, other images).
+    `rendering`: `"suite"`; `"light"`, without shadows; or `"fast"`, which also has no antialiasing and coarser meshes
+    (faster, other images).
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 80}  # noqa: RUF012 (declared by Gymnasium)
@@ -153,13 +154,13 @@ class MetaWorldEnv(gymnasium.Env):
         observation: Literal["images", "privileged", "labelled", "state"] = "images",
         image_size: int = 64,
         reward: Literal["success", "dense"] = "success",
-        rendering: Literal["suite", "light"] = "suite",
+        rendering: Literal["suite", "light", "fast"] = "suite",
         stride: int = 1,
         render_mode: str | None = None,
     ) -> None:
         check_choice("observation", observation, ("images", "privileged", "labelled", "state"))
         check_choice("reward", reward, ("success", "dense"))
-        check_choice("rendering", rendering, ("suite", "light"))
+        check_choice("rendering", rendering, tuple(DETAIL))
         check_render_mode(render_mode)
         self.tasks = SUITE.tasks_of(f"{SUITE.name}/{task}")
         self.render_mode = render_mode

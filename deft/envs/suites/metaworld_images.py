@@ -2,7 +2,8 @@
 
 `MetaWorldEnv` calls `Camera.render`. MetaWorld itself renders for 480 pixels: shadows from a map of 4096² pixels, and
 meshes of 67,000 triangles in which one pixel of a small image holds dozens. `rendering="suite"` keeps the lights,
-shadows and antialiasing and reduces both to the size of the image; `rendering="light"` has no shadows.
+shadows and antialiasing and reduces both to the size of the image; `rendering="light"` has no shadows, and
+`rendering="fast"` has no antialiasing either and coarser meshes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from deft.errors import InputError, one_line
 NATIVE_SIZE = 480  # pixels, for which MetaWorld's shadow map is made
 NATIVE_SHADOW = 4096
 DISTANCE = 0.75  # metres from the camera to the nearest parts of the robot
-DETAIL = 0.5  # pixels: vertices of a mesh that are nearer to each other are merged
+DETAIL = {"suite": 0.5, "light": 0.5, "fast": 1.5}  # pixels: vertices of a mesh that are nearer are merged
 MAX_GEOMS = 1000
 # A position used by papers and datasets in place of the camera's own; MetaWorld names it corner4.
 CAMERA, POSITION = "corner2", (0.75, 0.075, 0.7)
@@ -40,9 +41,11 @@ class Camera:
         self._camera.fixedcamid = model.camera(CAMERA).id
         visual = copy.copy(model)
         angle = np.radians(float(model.cam_fovy[self._camera.fixedcamid]))
-        merge_vertices(visual, DETAIL * 2 * DISTANCE * np.tan(angle / 2) / size)
+        merge_vertices(visual, DETAIL[rendering] * 2 * DISTANCE * np.tan(angle / 2) / size)
         visual.vis.global_.offwidth = visual.vis.global_.offheight = size
         visual.vis.quality.shadowsize = min(NATIVE_SHADOW, _power_of_two(NATIVE_SHADOW * size / NATIVE_SIZE))
+        if rendering == "fast":
+            visual.vis.quality.offsamples = 0
         self._context = mujoco.MjrContext(visual, mujoco.mjtFontScale.mjFONTSCALE_50)
         self._scene = mujoco.MjvScene(model, MAX_GEOMS)
         self._scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = False

@@ -106,9 +106,10 @@ def test_a_saved_state_continues_exactly():
 
 
 @pytest.mark.skipif(os.environ.get("MUJOCO_GL") == "disable", reason="nothing can be rendered")
-def test_images_are_upright():
+@pytest.mark.parametrize("rendering", ["light", "fast"])
+def test_images_are_upright(rendering):
     """The floor and the sky behind the table are at the top of an upright image: grey, with little colour."""
-    env = make_env(EnvConfig(id="metaworld/reach-v3", kwargs={"rendering": "light", "image_size": 32}))
+    env = make_env(EnvConfig(id="metaworld/reach-v3", kwargs={"rendering": rendering, "image_size": 32}))
     try:
         observation, _ = env.reset(seed=0)
         image = observation["head_rgb"].astype(int)
