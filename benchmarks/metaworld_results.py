@@ -1,18 +1,20 @@
-"""MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, RL, a table by task.
+"""MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, DAgger or PPO, a table.
 
     python benchmarks/metaworld_results.py --seeds 0 1 2 --cores 5 --device cuda    MT10, three seeds at once, 16 cores
-    python benchmarks/metaworld_results.py --group MT50 --minutes 240               the 50 tasks
+    python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO, with a reward for success
+    python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --steps 600000 --minutes 240    the 50 tasks
     python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --epochs 1 --steps 400 \\
         --num-envs 2 --episodes 1                                                   a first look
 
-For each seed: demonstrations, SFT on them (recipe `metaworld-mt10-sft`), RL with a reward for success (recipe
-`metaworld-mt10-ppo`), all of it by the `deft` command; `deft suite install metaworld` comes first. Then both policies
-play the same held-out episodes, `--episodes` of each task, by the suite's protocol. Each run has `--cores` cores of its
-own, and as many seeds run side by side as there are cores for; a run is stopped after `--minutes`.
+For each seed: demonstrations, SFT on them, and DAgger or PPO from there, by the recipes of METHODS and the `deft`
+command; `deft suite install metaworld` comes first. Then both policies play the same held-out episodes, `--episodes`
+of each task, by the suite's protocol: from images, text and proprioception alone. What the training used beyond them
+is in the table's title. Each run has `--cores` cores of its own, and as many seeds run side by side as there are cores
+for; a run is stopped after `--minutes`.
 
 The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
-RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to the
-RL run, `--sft FLAGS` to SFT; both override the settings of the recipes.
+RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to
+DAgger or PPO, `--sft FLAGS` to SFT; both override the settings of the recipes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import last_checkpoint, over_seeds, print_machine, print_table, share_over_seeds
@@ -32,9 +34,50 @@ from headline import Bench, curve
 
 from deft.envs.suites import find_suite
 
-LIGHT = "rendering=light"
-POLICIES = ("sft", "rl")
 GAIN, WANTED = 15, 85  # points over SFT, and per cent of success, that MT10 is to reach
+
+
+class Method(NamedTuple):
+    """How a policy is trained after SFT."""
+
+    sft: str
+    """Recipe of SFT."""
+    recipe: str
+    recorded: str
+    """Observations of the demonstrations."""
+    observation: str
+    """Observations of the training."""
+    privilege: str
+    """What training uses beyond images, text, proprioception, demonstrations and success."""
+    num_saves: int
+    steps: int
+    """Env steps, if not given."""
+    uses_demonstrations: bool
+
+
+METHODS = {
+    "dagger": Method(
+        "metaworld-mt10-sft-labels",
+        "metaworld-mt10-dagger-labels",
+        "labelled",
+        "labelled",
+        "the scripted expert labels every state that DAgger visits; positions of objects and goals are labels of SFT "
+        "and DAgger",
+        1,  # a checkpoint has all labels
+        150_000,
+        True,
+    ),
+    "ppo": Method(
+        "metaworld-mt10-sft",
+        "metaworld-mt10-ppo",
+        "images",
+        "privileged",
+        "the value function reads the state of the scene",
+        20,
+        1_000_000,
+        False,
+    ),
+}
 
 
 class MetaWorldBench(Bench):
@@ -45,30 +88,36 @@ class MetaWorldBench(Bench):
         given, folder = self.arguments, self.root / f"seed-{seed}"
         env_id, demos = f"metaworld/{given.group}", folder / "demos-v0"
         tasks = find_suite("metaworld").tasks_of(env_id)
+        method = METHODS[given.method]
         taken: dict[str, Any] = {}
         if not (folder / "demos.json").is_file():
             shutil.rmtree(demos, ignore_errors=True)  # an interrupted recording
-        images = [LIGHT, f"image_size={given.image_size}"]
-        expert = ["--env", env_id, "--env-kwargs", *images, "--policy", "expert"]
+        images = [f"rendering={given.rendering}", f"image_size={given.image_size}"]
+        expert = ["--env", env_id, "--env-kwargs", *images, f"observation={method.recorded}", "--policy", "expert"]
         expert += ["--noise", given.noise, "--only-success", "--episodes", given.demonstrations * len(tasks)]
         # Episodes of different seeds are different ones: a seed decides the task, so that its multiple keeps the order.
         expert += ["--num_envs", recording_envs(self.width, len(tasks)), "--seed", 1_000_000 * seed, "--out", demos]
         taken["demos"] = self.step(seed, "demos", "collect", *expert)
-        sft = ["--recipe", "metaworld-mt10-sft", "--dataset", demos, "--num_epochs", given.epochs, "--eval_freq", 0]
+        sft = ["--recipe", method.sft, "--dataset", demos, "--num_epochs", given.epochs, "--eval_freq", 0]
         taken["sft"] = self.train(seed, "sft", *sft, "--save_freq", 2, *shlex.split(given.sft))
-        online = ["--recipe", "metaworld-mt10-ppo", "--env", env_id, "--model_path", folder / "sft"]
-        limit = f"max_episode_steps={given.rl_horizon}"  # successes are shorter, and failures cost most of the time
-        online += ["--env-kwargs", *images, "observation=privileged", limit]
-        online += ["--total_timesteps", given.steps, "--num_envs", given.num_envs, "--num_workers", self.width]
-        online += ["--eval_freq", 0, "--save_freq", max(1, given.steps // 20), "--keep_checkpoints", 1]
-        taken["rl"] = self.train(seed, "rl", *online, *given.flags)
-        for name in POLICIES:
-            words = [last_checkpoint(folder / name), "--suite", env_id, "--episodes", given.episodes]
-            words += ["--env-kwargs", *images, f"max_episode_steps={given.horizon}", "observation=images"]
+        steps = given.steps or method.steps
+        online = ["--recipe", method.recipe, "--env", env_id, "--model_path", folder / "sft"]
+        limit = f"max_episode_steps={given.training_horizon}"  # successes are shorter; failures cost most of the time
+        online += ["--env-kwargs", *images, f"observation={method.observation}", limit]
+        online += ["--total_timesteps", steps, "--num_envs", given.num_envs, "--num_workers", self.width]
+        online += ["--eval_freq", 0, "--save_freq", max(1, steps // method.num_saves), "--keep_checkpoints", 1]
+        if method.uses_demonstrations:
+            online += ["--prior_data", demos]
+        runs = {"sft": None, given.method: [*online, *given.flags]}
+        for name, words in runs.items():
+            if words is not None:
+                taken[name] = self.train(seed, name, *words)
+            shown = [last_checkpoint(folder / name), "--suite", env_id, "--episodes", given.episodes]
+            shown += ["--env-kwargs", *images, f"max_episode_steps={given.horizon}", "observation=images"]
             taken[f"{name}-evaluation"] = self.step(
-                seed, f"{name}-evaluation", "evaluate", *words, "--device", given.device
+                seed, f"{name}-evaluation", "evaluate", *shown, "--device", given.device
             )
-        return {"taken": taken, "curve": curve(folder / "rl")}
+        return {"method": given.method, "taken": taken, "curve": curve(folder / given.method)}
 
 
 def recording_envs(cores: int, tasks: int) -> int:
@@ -85,23 +134,23 @@ def rates(result: dict[str, Any], policy: str) -> dict[str, float]:
     return {**found, "mean": float(np.mean(list(found.values())))}
 
 
-def bars(results: dict[int, dict[str, Any]]) -> list[tuple[str, str, bool]]:
+def bars(results: dict[int, dict[str, Any]], method: str) -> list[tuple[str, str, bool]]:
     """What was asked for, what was found over all seeds (95 % interval), and whether it holds for the mean."""
-    sft, after = ([100 * rates(result, policy)["mean"] for result in results.values()] for policy in POLICIES)
+    sft, after = ([100 * rates(result, policy)["mean"] for result in results.values()] for policy in ("sft", method))
     gain = [two - one for one, two in zip(sft, after, strict=True)]
     return [
-        (f"RL ≥ SFT + {GAIN} points", over_seeds(gain, "+.1f"), float(np.mean(gain)) >= GAIN),
-        (f"RL ≥ {WANTED} %", over_seeds(after), float(np.mean(after)) >= WANTED),
+        (f"{method} ≥ SFT + {GAIN} points", over_seeds(gain, "+.1f"), float(np.mean(gain)) >= GAIN),
+        (f"{method} ≥ {WANTED} %", over_seeds(after), float(np.mean(after)) >= WANTED),
     ]
 
 
-def table(results: dict[int, dict[str, Any]], episodes: int) -> list[list[str]]:
-    """One row per task, and their mean: success of SFT and after RL over all seeds, with 95 % intervals."""
-    by = {policy: [rates(result, policy) for result in results.values()] for policy in POLICIES}
+def table(results: dict[int, dict[str, Any]], method: str, episodes: int) -> list[list[str]]:
+    """One row per task, and their mean: success of SFT and after the method over all seeds, with 95 % intervals."""
+    by = {policy: [rates(result, policy) for result in results.values()] for policy in ("sft", method)}
     names = list(by["sft"][0])
     played = {name: episodes * (len(names) - 1 if name == "mean" else 1) for name in names}
     return [
-        [name, *(share_over_seeds([found[name] for found in by[policy]], played[name]) for policy in POLICIES)]
+        [name, *(share_over_seeds([one[name] for one in found], played[name]) for found in by.values())]
         for name in names
     ]
 
@@ -111,16 +160,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--group", default="MT10", help="MT10, MT50, another group or a task")
-    parser.add_argument("--demonstrations", type=int, default=50, help="episodes of the expert per task")
+    parser.add_argument("--method", choices=list(METHODS), default="dagger")
+    parser.add_argument("--demonstrations", type=int, default=25, help="episodes of the expert per task")
     parser.add_argument("--noise", type=float, default=0.1, help="on the expert's actions")
     parser.add_argument("--epochs", type=int, default=30, help="of SFT")
     parser.add_argument("--sft", default="", help="further flags of SFT, in one word")
-    parser.add_argument("--steps", type=int, default=1_000_000, help="env steps of RL")
-    parser.add_argument("--num-envs", type=int, default=40, help="of RL, a multiple of the tasks")
+    parser.add_argument("--steps", type=int, help="env steps after SFT; by default those of the method")
+    parser.add_argument("--num-envs", type=int, default=20, help="of training, a multiple of the tasks")
     parser.add_argument("--episodes", type=int, default=20, help="of each task, for the table")
     parser.add_argument("--horizon", type=int, default=400, help="time limit of the episodes of the table")
-    parser.add_argument("--rl-horizon", type=int, default=200, help="time limit of the episodes of RL")
-    parser.add_argument("--image-size", type=int, default=64, help="a multiple of 16")
+    parser.add_argument("--training-horizon", type=int, default=200, help="time limit of the episodes of training")
+    parser.add_argument("--image-size", type=int, default=128, help="a multiple of 16")
+    parser.add_argument("--rendering", default="fast", help="suite, light or fast")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
     parser.add_argument("--cores", type=int, default=2, help="that a run may use")
     parser.add_argument("--device", default="cpu")
@@ -134,9 +185,11 @@ def main() -> int:
     with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(len(arguments.seeds)) as seeds:
         jobs = {seed: seeds.submit(bench.seed, seed, pool) for seed in arguments.seeds}
         results = {seed: job.result() for seed, job in jobs.items()}
-    rows = table(results, arguments.episodes)
-    print_table(["success over seeds (95 % interval)", "SFT", "RL"], rows)
-    return bench.finish(bars(results), table=rows, seeds=results)
+    privilege = METHODS[arguments.method].privilege
+    rows = table(results, arguments.method, arguments.episodes)
+    print(f"privileged in training: {privilege}")
+    print_table(["success over seeds (95 % interval)", "SFT", arguments.method], rows)
+    return bench.finish(bars(results, arguments.method), privilege=privilege, table=rows, seeds=results)
 
 
 if __name__ == "__main__":

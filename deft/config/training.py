@@ -162,7 +162,7 @@ def _parse_run(algorithm: str, flags: Sequence[str], source: Path | None) -> tup
 
 def _place_below_output_base(mapping: dict[str, Any]) -> None:
     """Replace `outputs` in the paths of a recipe by the environment variable `OUTPUT_BASE`, if it is set."""
-    for path in ("output_dir", "model_path", "dataset.path"):
+    for path in ("output_dir", "model_path", "dataset.path", "algorithm.cfg.prior_data"):
         value = value_at(mapping, path)
         if isinstance(value, str):
             set_path(mapping, path, below_output_base(value))

@@ -15,50 +15,60 @@ def script(load_benchmark):
 
 
 def settings(folder, **changes):
-    given = {
-        "group": "MT10",
-        "demonstrations": 5,
-        "noise": 0.1,
-    }
+    given = {"group": "MT10", "method": "dagger", "demonstrations": 5, "noise": 0.1}
     given |= {"epochs": 3, "sft": "--batch_size 64", "steps": 4000, "num_envs": 20, "episodes": 20, "horizon": 400}
-    given |= {"rl_horizon": 200, "image_size": 96}
-    given |= {"minutes": 1.0, "cores": 1, "device": "cpu", "results": folder, "flags": ["--n_epochs", "2"]}
+    given |= {"training_horizon": 200, "image_size": 96, "rendering": "fast"}
+    given |= {"minutes": 1.0, "cores": 1, "device": "cpu", "results": folder, "flags": []}
     return argparse.Namespace(**given | changes)
 
 
-def test_every_command_is_understood_and_finished_steps_are_not_repeated(script, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "flag", "recorded", "observation"),
+    [("dagger", "--updates_per_round", "labelled", "labelled"), ("ppo", "--n_epochs", "images", "privileged")],
+)
+def test_every_command_is_understood_and_finished_steps_are_not_repeated(
+    script, tmp_path, monkeypatch, method, flag, recorded, observation
+):
     asked = []
 
     def deft(self, *words, minutes=None):
         asked.append([str(word) for word in words])
-        for name in ("sft", "rl"):
+        for name in ("sft", method):
             (tmp_path / "seed-3" / name / "checkpoint-8").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "seed-3" / "rl" / "episode_metrics.jsonl").touch()
+        (tmp_path / "seed-3" / method / "episode_metrics.jsonl").touch()
         return {"seconds": 1.0, "tasks": {"a": {"success_rate": 0.5}}}
 
     monkeypatch.setattr(script.MetaWorldBench, "deft", deft)
-    bench = script.MetaWorldBench(settings(tmp_path))
-    (tmp_path / "seed-3" / "demos-v0").mkdir(parents=True)  # of an interrupted recording
+    bench = script.MetaWorldBench(settings(tmp_path, method=method, flags=[flag, "2"]))
+    demos = tmp_path / "seed-3" / "demos-v0"
+    demos.mkdir(parents=True)  # of an interrupted recording
     with ThreadPoolExecutor(1) as pool:
         found = bench.seed(3, pool)
-    assert not (tmp_path / "seed-3" / "demos-v0").exists()
-    collect, sft, online, *evaluations = asked
+    assert not demos.exists()
+    collect, sft, first_evaluation, online, second_evaluation = asked
     assert collect[:3] == ["collect", "--env", "metaworld/MT10"]
+    assert f"observation={recorded}" in collect
     assert collect[collect.index("--episodes") + 1] == "50"  # 5 of each of 10 tasks
     assert collect[collect.index("--seed") + 1] == "3000000"
     run = parse_training(sft[1:])[1]
     assert (run.algorithm.cfg.batch_size, run.trainer.num_epochs, run.seed) == (64, 3, 3)
-    assert run.dataset.path == str(tmp_path / "seed-3" / "demos-v0")
+    assert run.dataset.path == str(demos)
     run = parse_training(online[1:])[1]
-    images = {"rendering": "light", "image_size": 96}
-    assert run.env.kwargs == {"observation": "privileged", "max_episode_steps": 200, **images}
-    assert (run.trainer.total_timesteps, run.env.num_envs, run.algorithm.cfg.n_epochs) == (4000, 20, 2)
+    assert run.algorithm.name == method
+    assert vars(run.algorithm.cfg)[flag[2:]] == 2
+    images = {"rendering": "fast", "image_size": 96}
+    assert run.env.kwargs == {"observation": observation, "max_episode_steps": 200, **images}
+    assert (run.trainer.total_timesteps, run.env.num_envs) == (4000, 20)
     assert run.model_path == str(tmp_path / "seed-3" / "sft")
+    if method == "dagger":
+        assert run.algorithm.cfg.prior_data == str(demos)
+    evaluations = (first_evaluation, second_evaluation)
     assert [words[1] for words in evaluations] == [
-        str(tmp_path / "seed-3" / name / "checkpoint-8") for name in ("sft", "rl")
+        str(tmp_path / "seed-3" / name / "checkpoint-8") for name in ("sft", method)
     ]
-    assert all("max_episode_steps=400" in words for words in evaluations)
-    assert json.loads((tmp_path / "seed-3" / "rl-evaluation.json").read_text())["tasks"] == {"a": {"success_rate": 0.5}}
+    assert all({"max_episode_steps=400", "observation=images"} <= set(words) for words in evaluations)
+    kept = json.loads((tmp_path / "seed-3" / f"{method}-evaluation.json").read_text())
+    assert kept["tasks"] == {"a": {"success_rate": 0.5}}
     asked.clear()
     with ThreadPoolExecutor(1) as pool:
         assert bench.seed(3, pool) == found
@@ -67,21 +77,21 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(script,
 
 def result(sft, after):
     rows = [{task: {"success_rate": rate} for task, rate in zip("ab", rates, strict=True)} for rates in (sft, after)]
-    return {"taken": {"sft-evaluation": {"tasks": rows[0]}, "rl-evaluation": {"tasks": rows[1]}}}
+    return {"taken": {"sft-evaluation": {"tasks": rows[0]}, "ppo-evaluation": {"tasks": rows[1]}}}
 
 
 def test_tables_and_bars(script):
-    """Means over both tasks: SFT 60 and 70 %, RL 85 and 95 %: + 25 points in each seed, and 90 % in the mean."""
+    """Means over both tasks: SFT 60 and 70 %, PPO 85 and 95 %: + 25 points in each seed, and 90 % in the mean."""
     seeds = {0: result((0.5, 0.7), (0.8, 0.9)), 1: result((0.6, 0.8), (0.9, 1.0))}
     # t = 12.71 with one degree of freedom, times half the difference of two seeds: 90 ± 12.71 · 5
-    assert script.bars(seeds) == [
-        ("RL ≥ SFT + 15 points", "+25.0 (+25.0 to +25.0)", True),
-        ("RL ≥ 85 %", "90.0 (26.5 to 153.5)", True),
+    assert script.bars(seeds, "ppo") == [
+        ("ppo ≥ SFT + 15 points", "+25.0 (+25.0 to +25.0)", True),
+        ("ppo ≥ 85 %", "90.0 (26.5 to 153.5)", True),
     ]
-    rows = script.table(seeds, episodes=20)
+    rows = script.table(seeds, "ppo", episodes=20)
     assert [row[0] for row in rows] == ["a", "b", "mean"]
     assert [cell.split(" %")[0] for cell in rows[2][1:]] == ["65.0", "90.0"]
-    missed = script.bars({0: result((0.8, 0.8), (0.8, 0.88))})
+    missed = script.bars({0: result((0.8, 0.8), (0.8, 0.88))}, "ppo")
     assert [met for _, _, met in missed] == [False, False]
 
 
