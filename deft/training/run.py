@@ -115,7 +115,7 @@ class OpenRun:
         if vla is None or not isinstance(observation, spaces.Dict) or OBJECT_POSITIONS not in observation.spaces:
             return
         if "places_dim" in model_keywords(find_vla_class(vla.model_class))[0]:
-            known = {"places_dim": observation[OBJECT_POSITIONS].shape[0], **vla.model_config}
+            known = {"places_dim": spaces.flatdim(observation[OBJECT_POSITIONS]), **vla.model_config}
             self.config = replace(self.config, **{"policy.vla_config.model_config": known})
 
     def choose_online_device(self, policy: Policy, env: VectorEnv) -> None:
