@@ -88,6 +88,8 @@ class CompareRunsConfig(EnvironmentChoice):
     """Columns of the table; by default `train` and `held-out` where the environment has these splits."""
     shuffle_instructions: Switch = False
     """Add a column in which the instruction names a random object."""
+    vector: Literal["sync", "process", "warp"] = "sync"
+    """How the environments run, as in training."""
     out: OutputPath | None = None
     """Directory for `comparison.json` and its plot; by default `comparison` in the last run's directory."""
 
@@ -132,8 +134,8 @@ class CollectConfig(PolicyChoice):
     deterministic = Field(False, description="Play the most likely actions; by default actions are sampled.")
     num_envs: Count = 1
     """Parallel environments."""
-    vector: Literal["sync", "process"] = "sync"
-    """Run the environments in this process or in worker processes."""
+    vector: Literal["sync", "process", "warp"] = "sync"
+    """Run the environments in this process, in worker processes, or in one simulation on MuJoCo Warp."""
     only_success: Switch = False
     """Record only episodes that end with success; others are played and dropped."""
     append: Switch = False
@@ -146,6 +148,8 @@ class CollectConfig(PolicyChoice):
             raise ValueError("give --steps or --episodes, one of them")
         if self.only_success and self.steps is not None:
             raise ValueError("--only-success records whole episodes; give --episodes instead of --steps")
+        if self.vector == "warp" and self.policy == "expert":
+            raise ValueError("--vector warp: the scripted expert acts in the CPU simulator; use --vector process")
         return self
 
 

@@ -220,7 +220,7 @@ class ProcessVectorEnv(ArrayVectorEnv):
         except OSError as error:
             raise RunError(f"cannot allocate {self._memory_size} bytes of shared memory: {error}") from error
         shared = self._shared = SharedArrays(*spaces, *sizes, memory)
-        description = {name: first[name] for name in ("action_mask", "chunk_length", "reward_terms")}
+        description = {name: first[name] for name in ("action_mask", "chunk_length", "reward_terms", "has_splits")}
         super().__init__(num_envs, *spaces, shared.env, **description)
         shared.busy[:] = [worker.rows.start for worker in self._workers]
         self._ask_once("share", self._share_arguments)

@@ -209,6 +209,7 @@ class SerialVectorEnv(ArrayVectorEnv):
             action_mask=wrapper_attribute(made[0], "action_mask"),
             chunk_length=wrapper_attribute(made[0], "chunk_length", 1),
             reward_terms=env_reward_terms(made[0]),
+            has_splits=made[0].has_wrapper_attr("split"),
         )
         self._slots = [EnvSlot(env, row, first_index + row, self._observation_layout) for row, env in enumerate(made)]
         self.first_index = first_index

@@ -119,6 +119,7 @@ class VectorEnv(ABC):
         action_mask: np.ndarray | None = None,
         chunk_length: int = 1,
         reward_terms: Sequence[str] = (),
+        has_splits: bool = False,
     ) -> None:
         self.num_envs = num_envs
         self.observation_space = observation_space
@@ -133,11 +134,16 @@ class VectorEnv(ABC):
         """The maximum number of environment steps per action."""
         self.reward_terms = tuple(reward_terms)
         """Names of the reward terms; from the environment's attribute of that name, () if it has none."""
+        self.has_splits = has_splits
+        """Whether scenes are held out of training (`split`): evaluations then start from seeds of their own."""
 
     @property
     def description(self) -> dict[str, Any]:
         """The keyword arguments of `VectorEnv`, for another one of this kind."""
-        names = ("observation_space", "action_space", "env_action_space", "action_mask", "chunk_length", "reward_terms")
+        names = (
+            "observation_space", "action_space", "env_action_space", "action_mask", "chunk_length", "reward_terms",
+            "has_splits",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @property

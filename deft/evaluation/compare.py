@@ -27,9 +27,9 @@ from deft.evaluation.comparison_table import is_judged
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, load_policy, merge_env_kwargs
 from deft.evaluation.plots import draw_bars, drawing
 from deft.evaluation.rollouts import (
-    EVALUATION_ENVS,
     EXPERT,
     action_selection,
+    evaluation_envs,
     expert_actions,
     play_episodes,
     summarize,
@@ -60,11 +60,12 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     results: dict[str, Any] = {"episodes": config.episodes, "seed": config.seed, "columns": {}}
     results["runs"] = {label: [member.about for member in members] for label, members in contenders.items()}
     columns = _columns(config, contenders)
-    with show_evaluation(config.episodes * len(columns) * sum(map(len, contenders.values()))) as watch:
+    total = config.episodes * len(columns) * sum(map(len, contenders.values()))
+    with closing(_Arena(config)) as arena, show_evaluation(total) as watch:
         for column, kwargs in columns.items():
             played: dict[str, list[list[Episode]]] = {}
             for label, members in contenders.items():
-                played[label] = [episodes for member in members for episodes in member.play(config, kwargs, watch)]
+                played[label] = [episodes for member in members for episodes in member.play(arena, kwargs, watch)]
                 _check_same_episodes(played, label)
             results["columns"][column] = _measures(played, {label for label in groups if _is_scripted(groups[label])})
         _warn_of_single_runs(results["columns"])
@@ -75,6 +76,31 @@ def compare_runs(config: CompareRunsConfig) -> dict[str, Any]:
     results["comparison"] = str(folder / COMPARISON)
     write_json(results, folder / COMPARISON)
     return results
+
+
+class _Arena:
+    """The environments of a comparison; those of the last policy are used for the next one where they are the same."""
+
+    def __init__(self, config: CompareRunsConfig) -> None:
+        self.config = config
+        self._open: tuple[EnvConfig, int, VectorEnv] | None = None
+
+    def env(self, env_config: EnvConfig, chunk_length: int) -> VectorEnv:
+        """Return the environments of a config for a policy of such chunks."""
+        if self._open is not None and self._open[:2] == (env_config, chunk_length):
+            return self._open[2]
+        self.close()
+        count = evaluation_envs(self.config.episodes, env_config.vector)
+        device = str(self.config.device)
+        env = make_vector_env(env_config, chunk_length=chunk_length, num_envs=count, device=device)
+        self._open = (env_config, chunk_length, env)
+        return env
+
+    def close(self) -> None:
+        """Close the environments."""
+        if self._open is not None:
+            self._open[2].close()
+            self._open = None
 
 
 class _Contender:
@@ -105,24 +131,24 @@ class _Contender:
             close_env(env)
 
     def play(
-        self, config: CompareRunsConfig, kwargs: dict[str, Any], watch: Callable[[int], None] | None = None
+        self, arena: _Arena, kwargs: dict[str, Any], watch: Callable[[int], None] | None = None
     ) -> list[list[Episode]]:
         """The episodes of one column, by each policy; `watch` as in `play_episodes`."""
+        config = arena.config
         seed_everything(config.seed)
         env_config = dataclasses.replace(self._env_config, kwargs={**self._env_config.kwargs, **kwargs})
-        num_envs = min(config.episodes, EVALUATION_ENVS)
-        with closing(make_vector_env(env_config, chunk_length=self._chunk_length, num_envs=num_envs)) as env:
-            if self._policies is None:
-                self._policies = [None] if self._load is None else [*self._load(env)]
-            if self._policies[0] is not None:
-                self.action_selection = action_selection(self._policies[0], config.deterministic)
-            act = expert_actions(env, env.action_space) if self._name == EXPERT else None
-            played, seed = [], first_seed(env, config.seed, env_config.id)
-            for policy in self._policies:
-                seed_everything(config.seed)
-                episodes = play_episodes(policy, env, config.episodes, seed, config.deterministic, act=act, watch=watch)
-                played.append(episodes)
-            return played
+        env = arena.env(env_config, self._chunk_length)
+        if self._policies is None:
+            self._policies = [None] if self._load is None else [*self._load(env)]
+        if self._policies[0] is not None:
+            self.action_selection = action_selection(self._policies[0], config.deterministic)
+        act = expert_actions(env, env.action_space) if self._name == EXPERT else None
+        played, seed = [], first_seed(env, config.seed, env_config.id)
+        for policy in self._policies:
+            seed_everything(config.seed)
+            episodes = play_episodes(policy, env, config.episodes, seed, config.deterministic, act=act, watch=watch)
+            played.append(episodes)
+        return played
 
 
 def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict[str, list[_Contender]]:
@@ -136,11 +162,12 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
     if config.env is None:
         _check_same_env({name: run.env.id for name, (_, run) in found.items() if run.env.id is not None})
 
-    env_of = partial(env_of_run, env=config.env, kwargs=kwargs, rename_streams=names, suite_path=config.suite_path)
+    further = {"suite_path": config.suite_path, "vector": config.vector}
+    env_of = partial(env_of_run, env=config.env, kwargs=kwargs, rename_streams=names, **further)
 
     def contender(name: str) -> _Contender:
         if name in SCRIPTED:
-            shared = EnvConfig(id=str(config.env), kwargs=kwargs, rename_streams=names, suite_path=config.suite_path)
+            shared = EnvConfig(id=str(config.env), kwargs=kwargs, rename_streams=names, **further)
             return _Contender(name, shared if first is None else env_of(first[1]), 1)
         folder, run = found[name]
 

@@ -21,10 +21,10 @@ from deft.envs.vector import Episode, VectorEnv
 from deft.errors import InputError
 from deft.evaluation.evaluate import env_of_run, find_run, first_seed, merge_env_kwargs, rebuild_policy
 from deft.evaluation.rollouts import (
-    EVALUATION_ENVS,
     PolicyActor,
     check_inpainting,
     check_num_episodes,
+    evaluation_envs,
     execution_horizon,
     play_round,
     summarize,
@@ -50,7 +50,7 @@ def evaluate_delayed(config: EvaluateConfig) -> dict[str, Any]:
     names, vector = config.rename_streams, config.vector or "sync"
     env_config = env_of_run(run, config.env, kwargs, names, vector=vector, suite_path=config.suite_path)
     seed_everything(config.seed)
-    count = min(config.episodes, EVALUATION_ENVS)
+    count = evaluation_envs(config.episodes, vector)
     with closing(make_vector_env(env_config, num_envs=count, device=str(config.device))) as env:
         observation = policy_space(PolicySpaces.read(folder), env.observation_space, folder, "the environment")
         chunks = chunk_space(env.action_space, run.policy.chunk_length)

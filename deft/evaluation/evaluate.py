@@ -17,15 +17,14 @@ from deft.config.loading import load_config
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
 from deft.envs.make import full_id, make_env, make_vector_env, wrap
-from deft.envs.serial import SerialVectorEnv
 from deft.envs.suites import suite_of
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import FrameRecorder
 from deft.errors import InputError
 from deft.evaluation.rollouts import (
-    EVALUATION_ENVS,
     check_num_episodes,
     evaluate_policy,
+    evaluation_envs,
     merge_results,
     num_played,
     play_episodes,
@@ -89,7 +88,7 @@ def evaluate_run(
     seen = config.env.kwargs.get("split", "train")
     if split == "held-out" and seen != "train":
         logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
-    count = min(episodes, EVALUATION_ENVS)
+    count = evaluation_envs(episodes, env_config.vector)
     length = config.policy.chunk_length
     vector_env = make_vector_env(env_config, chunk_length=length, num_envs=count, device=str(device))
     policies: list[Policy | None] = [None]
@@ -150,8 +149,7 @@ def first_seed(env: VectorEnv, seed: int, env_id: str | None = None) -> int:
     `deft collect` starts environment i from its seed + i. In an environment without splits these seeds are shared: give
     another seed than that of the recording.
     """
-    has_splits = isinstance(env, SerialVectorEnv) and env.envs[0].has_wrapper_attr("split")
-    return seed + FIRST_HELD_OUT_SEED if has_splits or suite_of(env_id) is not None else seed
+    return seed + FIRST_HELD_OUT_SEED if env.has_splits or suite_of(env_id) is not None else seed
 
 
 def record_outcomes(

@@ -223,6 +223,12 @@ def check_expert(env: gymnasium.Env, name: str) -> None:
 
 
 EVALUATION_ENVS = 10  # environments that an evaluation steps at once
+WARP_ENVS = 1024  # the same on MuJoCo Warp, where a step of many takes little longer than a step of few
+
+
+def evaluation_envs(num_episodes: int, vector: str = "sync") -> int:
+    """How many environments an evaluation steps at once."""
+    return min(num_episodes, WARP_ENVS if vector == "warp" else EVALUATION_ENVS)
 
 
 @torch.inference_mode()

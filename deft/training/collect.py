@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -73,7 +74,7 @@ def collect(config: CollectConfig) -> dict[str, Any]:
             recording.set_spaces(example.observation_space, example.action_space)
             seed = config.seed + recording.num_episodes
             seed_everything(seed)
-            env = make_vector_env(env_config)
+            env = make_vector_env(env_config, device=str(config.device))
             try:
                 actor = _actor(config, run, env, env_config, example.action_space, np.random.default_rng(seed))
                 played = _play(config, env, actor, recording, seed, stop)
@@ -189,7 +190,8 @@ def _actor(
     if run is not None:
         folder, run_config = run
         # The policy is built for spaces with its chunks; they are played here step by step, so that each is recorded.
-        built_for = make_vector_env(env_config, chunk_length=run_config.policy.chunk_length, num_envs=1)
+        single = dataclasses.replace(env_config, vector="sync")
+        built_for = make_vector_env(single, chunk_length=run_config.policy.chunk_length, num_envs=1)
         try:
             policy = members_of(load_policy(folder, run_config, built_for, config.device))[0]
         finally:

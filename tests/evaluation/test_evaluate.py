@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import imageio.v3 as iio
 import numpy as np
@@ -153,6 +154,8 @@ def test_worlds_with_splits_begin_at_seeds_that_training_does_not():
     tabletop = make_vector_env(EnvConfig(id="tabletop"))
     reach = make_vector_env(EnvConfig(id="deft/Reach-v0"))
     assert first_seed(tabletop, 7) == FIRST_HELD_OUT_SEED + 7
+    with closing(make_vector_env(EnvConfig(id="tabletop", vector="process", num_workers=1))) as workers:
+        assert first_seed(workers, 7) == FIRST_HELD_OUT_SEED + 7
     assert first_seed(reach, 7) == 7
 
 

@@ -64,6 +64,7 @@ class WarpTabletopEnv(VectorEnv):
             action_space=actions.space,
             chunk_length=chunk_length,
             reward_terms=template.reward_terms,
+            has_splits=True,
         )
         self.device = choose_device(device)
         self._template = template

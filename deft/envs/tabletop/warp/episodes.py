@@ -8,7 +8,6 @@ the simulation runs. After `num_episodes` of an environment, its first one follo
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from deft.envs.tabletop.warp.model import Numbers, draw_block
+from deft.machine import available_cores
 
 MIN_PARALLEL = 256  # episodes for which worker processes are started
 MAX_WORKERS = 32
@@ -40,7 +40,8 @@ class EpisodeSource:
         self._next: Future[tuple[list[Numbers], list[Any]]] | None = None
         self._thread = ThreadPoolExecutor(1, "tabletop-episodes")
         self._pool: ProcessPoolExecutor | None = None
-        self._workers = min(max((os.cpu_count() or 1) - 2, 1), MAX_WORKERS)
+        cores = available_cores()
+        self._workers = min(max(cores - 2, min(cores, 2)), MAX_WORKERS)
         if num_envs * self._block >= MIN_PARALLEL and self._workers > 1:
             self._pool = ProcessPoolExecutor(self._workers, multiprocessing.get_context("spawn"))
 
