@@ -20,6 +20,7 @@ from deft.errors import InputError
 from deft.models.critics import Critics
 from deft.models.noise_policy import NoisePolicy
 from deft.models.policy import Encoded, Policy
+from deft.models.privileged import public_space
 
 
 class DSRL(SAC):
@@ -38,7 +39,6 @@ class DSRL(SAC):
 
     name = "dsrl"
     distribution = None
-    reads_critic_observation: ClassVar[bool] = False
     takes_chunks: ClassVar[bool] = True
     cannot_be_trained: ClassVar[str] = "is a frozen policy with a network that selects its noise"
     settings: DSRLSettings
@@ -53,7 +53,7 @@ class DSRL(SAC):
         settings = settings or DSRLSettings()
         self.noise_critics: Critics | None = None
         if settings.critic == "action":
-            sizes = policy.feature_dim, policy.noise_dim, policy.hidden_sizes
+            sizes = policy.critic_dim, policy.noise_dim, policy.hidden_sizes
             self.noise_critics = Critics(
                 1, settings.num_critics, *sizes, settings.critic_layer_norm, PRECISIONS[settings.precision]
             ).to(policy.center.device)
@@ -64,8 +64,11 @@ class DSRL(SAC):
         cls, observation_space: Space, action_space: Space, config: PolicyConfig, settings: Any, **how: Any
     ) -> Policy:
         """Build the policy of the config, frozen, and the network that selects its noise."""
-        base = super().make_policy(observation_space, action_space, config, settings, **how)
-        return NoisePolicy(base, settings.noise_bound, settings.shared_noise)
+        public = public_space(observation_space, config.critic_observation)
+        inside = dataclasses.replace(config, critic_observation=())
+        base = super().make_policy(public, action_space, inside, settings, **how)
+        policy = NoisePolicy(base, settings.noise_bound, settings.shared_noise)
+        return policy.read_privileged(observation_space, config.critic_observation)
 
     def check_policy(self, fresh: bool) -> None:
         """Raise an error if nothing has trained the policy that is frozen."""

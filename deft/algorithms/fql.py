@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from deft.errors import InputError
 from deft.models.action_scale import into_box
 from deft.models.critics import Critics
 from deft.models.policy import Encoded, Policy
+from deft.models.privileged import public_space
 from deft.models.q_flow import QFlowPolicy
 
 SMALLEST_VALUE = 1e-8  # lower bound of mean |Q|, by which the policy's Q is divided
@@ -40,7 +42,6 @@ class FQL(OffPolicy):
     distribution = "flow"
     cannot_be_trained = "is a flow that acts by critics"
     continues: ClassVar[tuple[str, ...]] = ("fql-online",)
-    reads_critic_observation: ClassVar[bool] = False
     settings: FQLSettings
     policy: QFlowPolicy
 
@@ -57,9 +58,17 @@ class FQL(OffPolicy):
         cls, observation_space: Space, action_space: Space, config: PolicyConfig, settings: Any, **how: Any
     ) -> Policy:
         """Build the flow policy of the config, and the networks by which it acts."""
-        base = super().make_policy(observation_space, action_space, config, settings, **how)
-        if settings.policy_extraction == "distill":
-            return QFlowPolicy(base)
+        acts_by_critics = settings.policy_extraction == "best_of_n"
+        if acts_by_critics and config.critic_observation:
+            raise InputError(
+                f"critic_observation {' '.join(config.critic_observation)}: with policy_extraction best_of_n critics "
+                "select the actions, so that they can read no more than the policy; use distill"
+            )
+        public = public_space(observation_space, config.critic_observation)
+        inside = dataclasses.replace(config, critic_observation=())
+        base = super().make_policy(public, action_space, inside, settings, **how)
+        if not acts_by_critics:
+            return QFlowPolicy(base).read_privileged(observation_space, config.critic_observation)
         policy = QFlowPolicy(base, settings.num_candidates)
         policy.critics = new_critics(policy, settings, policy.action_dim)
         return policy

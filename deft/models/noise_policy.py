@@ -65,7 +65,7 @@ class NoisePolicy(WrappingPolicy):
 
     def act(self, td: TensorDictBase, deterministic: bool = False) -> TensorDictBase:
         """Select noise (its mode when deterministic) and add the action that it leads to, with the log-prob of it."""
-        state = self.encode(td[schema.OBSERVATION])._replace(action_mask=td.get(schema.ACTION_MASK, None))
+        state = self._encoded(td[schema.OBSERVATION])._replace(action_mask=td.get(schema.ACTION_MASK, None))
         noise, log_prob, sample = self.head.act(self._output(state)[0], None, deterministic)
         td.set(schema.ACTION, self.from_unit(self.denoise_unit(state, self.head.to_unit(noise))))
         td.set(schema.LOG_PROB, log_prob)
@@ -77,7 +77,7 @@ class NoisePolicy(WrappingPolicy):
         stored = td.get(schema.SAMPLE, None)
         if stored is None:
             raise InputError("the noise of an action is needed to score it; no `sample` is stored")
-        output = self._output(self.encode(td[schema.OBSERVATION]))[0]
+        output = self._output(self._encoded(td[schema.OBSERVATION]))[0]
         log_prob, entropy = self.head.score(output, stored[schema.NOISE], None, stored)
         return {"log_prob": log_prob, "entropy": entropy}
 
@@ -89,9 +89,8 @@ class NoisePolicy(WrappingPolicy):
     # -- for the algorithm ---------------------------------------------------------------------------------------------
 
     def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
-        """Encode observations as the frozen policy acts on them; gradients reach the critics' encoder alone."""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_own_encoder()):
-            return self.base.encode_to_act(observation)
+        """Encode observations as the frozen policy acts on them, with what critics read beside its features."""
+        return self.with_privileged(self._encoded(observation), observation)
 
     def sample_noise(self, state: Encoded) -> tuple[Tensor, Tensor]:
         """Unit noise w / b [1, 1, B, D], differentiable, and its log-density [1, 1, B]."""
@@ -126,7 +125,12 @@ class NoisePolicy(WrappingPolicy):
         completed, is_alone = self.with_base_weights(weights)
         if is_alone:
             log.info("the policy is frozen; the network that selects its noise starts from new weights")
-        return completed
+        return self._keep_critic(completed)
+
+    def _encoded(self, observation: Any) -> Encoded:
+        """The features that the frozen policy acts on; gradients reach the critics' encoder alone."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._has_own_encoder()):
+            return self.base.encode_to_act(observation)
 
     def _has_own_encoder(self) -> bool:
         return any(True for _ in self.encoder_parameters())

@@ -77,8 +77,8 @@ class QFlowPolicy(WrappingPolicy):
     # -- for the algorithm ---------------------------------------------------------------------------------------------
 
     def encode(self, observation: Any, object_positions: Tensor | None = None) -> Encoded:
-        """Encode observations as the flow policy does."""
-        return self.base.encode(observation, object_positions)
+        """Encode observations as the flow policy does, with what critics read beside its features."""
+        return self.with_privileged(self.base.encode(observation, object_positions), observation)
 
     def imitation_loss(self, state: Encoded, unit: Tensor) -> Tensor:
         """The flow-matching loss, [1, B]."""
@@ -139,4 +139,4 @@ class QFlowPolicy(WrappingPolicy):
         completed, is_alone = self.with_base_weights(weights)
         if is_alone:
             log.info("the flow policy is loaded; the other networks start from new weights")
-        return completed
+        return self._keep_critic(completed)

@@ -5,12 +5,14 @@ The base of `ResidualPolicy`, `AdvantagePolicy`, `NoisePolicy` and `QFlowPolicy`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import gymnasium
 from torch import Tensor
 
-from deft.models.policy import Policy
+from deft.models.policy import Encoded, Policy
 
 BASE = "base."  # prefix of the weights of the policy inside
 
@@ -27,6 +29,18 @@ class WrappingPolicy(Policy):
         self.policy_config = base.policy_config
         self.chunk_length, self.streams, self.hidden_sizes = base.chunk_length, base.streams, base.hidden_sizes
         self.action_dim, self.feature_dim = base.action_dim, base.feature_dim
+
+    def read_privileged(self, observation_space: gymnasium.Space, names: Sequence[str]) -> Self:
+        """Let critics read these streams (`critic_observation`), which the policy inside was built without."""
+        if names:
+            assert self.policy_config is not None
+            self.policy_config = dataclasses.replace(self.policy_config, critic_observation=tuple(names))
+            self._add_critic(observation_space, self.policy_config)
+        return self
+
+    def with_privileged(self, state: Encoded, observation: Any) -> Encoded:
+        """Add what critics read beside the features."""
+        return state._replace(privileged=self._privileged_features(observation))
 
     def freeze_statistics(self) -> None:
         """Freeze those of the policy inside."""

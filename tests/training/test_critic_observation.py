@@ -190,6 +190,30 @@ def test_sac_resumes_exactly_and_its_actor_never_reads_the_stream(tmp_path):
         made.close()
 
 
+@pytest.mark.parametrize(("algorithm", "further"), [("dsrl", []), ("dsrl", ["--critic", "action"]), ("fql-online", [])])
+def test_critics_around_a_flow_policy_read_the_stream(deft, tmp_path, algorithm, further):
+    """DSRL and FQL build a policy around another one: the critics are those of the outer policy."""
+    data = "data/secret/random-v0"
+    blind = ["--env-kwargs", "offers_secret=false"]
+    deft("collect", "--env", ENV, *blind, "--policy", "random", "--episodes", 4, "--out", data, "--json")
+    sft = ["--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 8, "--val-fraction", 0]
+    sft += ["--encoder-dim", 8, "--hidden-dim", 8, "--distribution", "flow"]
+    deft("train", "sft", "--dataset", data, *sft, *COMMON, "--output-dir", "sft")
+    seeing = ["--env-kwargs", "offers_secret=true", "--critic_observation", "secret"]
+    train = ["train", algorithm, "--env", ENV, *seeing, *further, "--batch-size", 8, "--learning-starts", 8, *COMMON]
+    train += ["--model-path", "sft", "--trust-remote-code", "--seed", 3]
+    deft(*train, "--total-timesteps", 24, "--output-dir", "whole")
+    deft(*train, "--total-timesteps", 16, "--output-dir", "half")
+    deft("train", algorithm, "--resume", "half", "--total-timesteps", 24, "--trust-remote-code", "--json")
+    saved = [next((tmp_path / name).glob("checkpoint-24")) for name in ("whole", "half")]
+    whole, resumed = (torch.load(folder / "model.pt", weights_only=True) for folder in saved)
+    assert list(whole) == list(resumed)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert whole["critic.encoder.streams.secret.normalizer.count"] == 8  # observed at `learning_starts`
+    assert list(PolicySpaces.read(saved[0]).observation) == ["image", "state"]
+    assert deft("evaluate", "whole", *blind, "--episodes", 2, "--device", "cpu", "--json")["episodes"] == 2
+
+
 def test_iql_learns_a_value_of_the_stream(deft, tmp_path):
     data = "data/secret/random-v0"
     deft("collect", "--env", ENV, "--policy", "random", "--episodes", 64, "--out", data, "--json")
@@ -224,6 +248,10 @@ def test_iql_learns_a_value_of_the_stream(deft, tmp_path):
         (["ppo", "--critic_observation", "image"], "'image' is an image or a text"),
         (["ppo", "--critic_observation", "secret", "secret"], "named twice"),
         (["grpo", "--critic_observation", "secret"], "grpo trains no value function that reads privileged streams"),
+        (
+            ["fql-online", "--critic_observation", "secret", "--policy_extraction", "best_of_n"],
+            "with policy_extraction best_of_n critics select the actions",
+        ),
     ],
 )
 def test_bad_input(arguments, message, capsys, tmp_path):
