@@ -146,7 +146,7 @@ class Bench:
                 raise RuntimeError(f"failed ({process.returncode}): deft {' '.join(map(str, words))}\n{errors[-4000:]}")
             lines = output.strip().splitlines()
             found = json.loads(lines[-1]) if process.returncode == 0 and lines else {}
-            return {**found, "seconds": round(seconds, 1)}
+            return {**found, "seconds": round(seconds, 1), "status": process.returncode}
         finally:
             self.free_cores.put(core_set)
 

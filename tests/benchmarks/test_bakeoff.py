@@ -4,11 +4,13 @@ import argparse
 import itertools
 import json
 import os
+import time
 
 import pytest
 
 from deft.config.training import parse_training
 
+CHUNK = 4  # env steps per decision
 TOY = ["--state", "--task", "reach", "--demonstrations", 2, "--sft-updates", 2, "--offline-updates", 2]
 TOY += ["--episodes", 2, "--episode-steps", 8, "--marks", 2, "--steps", 160, "--hidden_dim", 8, "--batch_size", 8]
 
@@ -18,28 +20,69 @@ def bakeoff(load_benchmark):
     return load_benchmark("bakeoff")
 
 
-@pytest.mark.parametrize("world", ["images", "labels", "state"])
-def test_every_training_command_is_understood(bakeoff, world):
-    given = bakeoff.parse([] if world == "images" else [f"--{world}"])
-    env = bakeoff.BakeOff(argparse.Namespace(**vars(given))).env
+@pytest.mark.parametrize("world", ["images", "scene", "labels", "state"])
+@pytest.mark.parametrize("vector", ["cpu", "warp"])
+def test_every_training_command_is_understood(bakeoff, world, vector):
+    given = bakeoff.parse(["--vector", vector, *([] if world == "images" else [f"--{world}"])])
+    bench = bakeoff.BakeOff(argparse.Namespace(**vars(given)))
     for budget in (200_000, 1_000):
         for name, method in bakeoff.METHODS.items():
-            is_offline = name == "iql"
-            start = ["--dataset", "mixed-v0"] if is_offline else [*env, *bakeoff.WORLDS[world].online]
-            words = [method.command or name, *start, "--model_path", "run", *method.flags(budget)]
-            words += bakeoff.WORLDS[world].methods.get(name, [])
+            is_offline, scale = name == "iql", bench.scale(method, budget)
+            start = ["--dataset", "mixed-v0"] if is_offline else bench.online(method)
+            words = [method.command or name, *start, "--model_path", "run", *method.flags(scale)]
+            words += [*bench.privileges(method), *bakeoff.WORLDS[world].methods.get(name, [])]
             config = parse_training([str(word) for word in words])[1]
             assert config.algorithm.name == (method.command or name)
+            assert config.policy.critic_observation == (("scene_state",) if bench.privileges(method) else ())
             if is_offline:
                 continue
             cfg = config.algorithm.cfg
+            assert (config.env.vector == "warp") == (vector == "warp" and name != "dagger")
+            assert scale.budget == (100_000 if name == "dagger" and budget > 100_000 else budget)
             if name == "ppo":  # 25 rollouts or more, of four env steps a decision
-                rollout = config.env.num_envs * config.trainer.rollout_steps
-                assert rollout * bakeoff.CHUNK <= max(budget // 25, 2 * 16 * 4)
+                num_envs = config.env.num_envs
+                rollout = num_envs * config.trainer.rollout_steps
+                assert rollout * CHUNK <= max(budget // 25, 2 * num_envs * CHUNK)
             if config.algorithm.name in ("sac", "dsrl", "fql-online"):
                 assert cfg.learning_starts <= budget // 10
+                assert cfg.critic_warmup <= 0.05 * cfg.updates_per_step * budget
     for head in (bakeoff.WORLDS[world].flow, bakeoff.WORLDS[world].gaussian):
         assert parse_training(["sft", "--dataset", "demos-v0", *map(str, head)])[1].algorithm.name == "sft"
+
+
+def test_the_plan_has_what_is_left(bakeoff, tmp_path, capsys):
+    words = ["--plan", "--methods", "ppo", "dsrl", "--seeds", "0", "1", "--state", "--results", str(tmp_path)]
+    assert bakeoff.main(words) == 0
+    assert [line.split("|")[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:] == [
+        [" demonstrations, SFT ", " 2    "],
+        [" ppo                 ", " 2    "],
+        [" dsrl                ", " 2    "],
+    ]
+    (tmp_path / "seed-1").mkdir()
+    for name in ("sft-success", "dsrl-points"):
+        (tmp_path / "seed-1" / f"{name}.json").write_text("{}")
+    plan = bakeoff.BakeOff(bakeoff.parse(words)).plan()
+    assert [(part.name, part.seed) for part in plan.parts] == [
+        ("demonstrations, SFT", 0), ("ppo", 0), ("dsrl", 0), ("ppo", 1),
+    ]  # fmt: skip
+    # The first part took twice its estimate: so will the others.
+    before = plan.minutes_left()
+    first = plan.parts[0]
+    plan.finish(first.name, first.seed, 2 * first.seconds)
+    assert plan.minutes_left() == pytest.approx(2 * (before - first.seconds / 60))
+
+
+def test_what_is_stopped_is_left_for_the_next_call(bakeoff, tmp_path, monkeypatch, capsys):
+    def deft(self, *words, minutes=None):
+        assert 0 < minutes <= 1e-3
+        time.sleep(0.1)  # longer than --stop-after
+        return {"seconds": 0.1, "status": bakeoff.STOPPED}
+
+    monkeypatch.setattr(bakeoff.Bench, "deft", deft)
+    words = ["--methods", "ppo", "--seeds", "0", "1", "--stop-after", "1e-3", "--results", str(tmp_path)]
+    assert bakeoff.main(words) == 1
+    assert "the same command continues" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("demos.json"))  # of a recording that was not finished
 
 
 def test_the_marks_are_the_first_checkpoints_at_or_after_them(bakeoff, tmp_path):
@@ -74,11 +117,12 @@ def test_a_method_that_fails_leaves_the_table_of_the_others(bakeoff, tmp_path, m
     assert bakeoff.main(words) == 1
     printed = capsys.readouterr()
     assert printed.err == "dsrl, seed 1: failed (2): deft train dsrl\n"
-    cells = [[cell.strip() for cell in line.split("|")] for line in printed.out.splitlines() if line.startswith("| ")]
+    shown = printed.out[printed.out.index("| method") :]
+    cells = [[cell.strip() for cell in line.split("|")] for line in shown.splitlines() if line.startswith("| ")]
     # PPO: 60 and 100 % at the end; 80 % is reached by the second seed alone, at 100 + 900 · (80 − 40) / (100 − 40)
     assert [row[1] for row in cells[1:]] == ["PPO", "DSRL"]
-    assert (cells[1][5].split(" (")[0], cells[1][6]) == ("80.0 %", "never, 700")
-    assert cells[2][6] == "never"
+    assert (cells[1][5].split(" (")[0], cells[1][6:8]) == ("80.0 %", ["1,000 (1,000 to 1,000)", "never, 700"])
+    assert cells[2][6:8] == ["1,000", "never"]
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -88,7 +132,7 @@ def test_methods_run_on_one_budget(bakeoff, deft, tmp_path, monkeypatch, methods
 
     def here(self, *words, minutes=None):
         commands.append(words)
-        return {**deft(*words, "--json"), "seconds": 6.0}
+        return {**deft(*words, "--json"), "seconds": 6.0, "status": 0}
 
     monkeypatch.setattr(bakeoff.Bench, "deft", here)
     methods = methods or list(bakeoff.METHODS)
