@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from deft import trust
 from deft.config.command_settings import CompareRunsConfig
-from deft.config.settings import EnvConfig
+from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.envs.make import full_id, make_env, make_vector_env
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import close_env
@@ -162,8 +161,10 @@ def _contenders(config: CompareRunsConfig, groups: dict[str, list[str]]) -> dict
     if config.env is None:
         _check_same_env({name: run.env.id for name, (_, run) in found.items() if run.env.id is not None})
 
-    further = {"suite_path": config.suite_path, "vector": config.vector}
-    env_of = partial(env_of_run, env=config.env, kwargs=kwargs, rename_streams=names, **further)
+    further: dict[str, Any] = {"suite_path": config.suite_path, "vector": config.vector}
+
+    def env_of(run: RunConfig | OfflineRunConfig) -> EnvConfig:
+        return env_of_run(run, config.env, kwargs, names, **further)
 
     def contender(name: str) -> _Contender:
         if name in SCRIPTED:
