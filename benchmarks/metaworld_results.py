@@ -64,7 +64,7 @@ METHODS = {
         "the scripted expert labels every state that DAgger visits; positions of objects and goals are labels of SFT "
         "and DAgger",
         1,  # a checkpoint has all labels
-        150_000,
+        120_000,
         True,
     ),
     "ppo": Method(
