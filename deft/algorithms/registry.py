@@ -23,6 +23,7 @@ from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3 import TD3
 from deft.algorithms.td3_bc import TD3BC
+from deft.algorithms.vision import Vision
 
 ONLINE_ALGORITHMS: dict[str, type[Algorithm]] = {
     "ppo": PPO,
@@ -45,6 +46,7 @@ OFFLINE_ALGORITHMS: dict[str, type[OfflineAlgorithm]] = {
     "sft": SFT,
     "reward-model": RewardModelTraining,
     "recap-offline": RecapOffline,
+    "vision": Vision,
 }
 # A view of both, so that an algorithm added to either is found here.
 ALGORITHMS: Mapping[str, type[Algorithm]] = ChainMap(ONLINE_ALGORITHMS, OFFLINE_ALGORITHMS)  # type: ignore[arg-type]

@@ -391,6 +391,34 @@ class RewardModelSettings(OfflineSettings, HeldOutSettings):
 
 
 @settings
+class VisionSettings(OfflineSettings, HeldOutSettings):
+    """Vision: self-supervised training of camera encoders on video."""
+
+    batch_size = Field(64, description="Transitions per batch; the next images of all others are the alternatives.")
+    learning_rate = Field(2e-3, description="Learning rate of Adam.")
+    weight_decay = 0.01
+    learning_rate_schedule: Literal["constant", "cosine"] = "cosine"
+    """`cosine`: decay to 0 at the end of training."""
+    prediction_weight: NonNegative = 1.0
+    """Weight of the loss of the next image after an action chunk."""
+    text_weight: NonNegative = 1.0
+    """Weight of the loss of the instruction that belongs to an image; 0: videos without instructions."""
+    num_negatives: Count = 7
+    """Instructions of other transitions that the right one is compared with."""
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> Self:
+        if not self.prediction_weight and not self.text_weight:
+            raise ValueError("prediction_weight and text_weight are both 0: there is nothing to learn; set one of them")
+        if self.text_weight and self.batch_size <= self.num_negatives:
+            raise ValueError(
+                f"num_negatives {self.num_negatives}: a batch of {self.batch_size} has too few other instructions; "
+                "use fewer, or a larger batch_size"
+            )
+        return self
+
+
+@settings
 class ReplaySettings(OffPolicySettings):
     """Settings of the algorithms with critics that learn in an environment, from a replay buffer."""
 
@@ -564,4 +592,5 @@ ALGORITHM_SETTINGS: dict[str, type[AlgorithmSettings]] = {
     "reward-model": RewardModelSettings,
     "recap": RecapSettings,
     "recap-offline": RecapOfflineSettings,
+    "vision": VisionSettings,
 }

@@ -218,6 +218,19 @@ class Policy(nn.Module):
         """Return the parameters that `auxiliary_loss` trains; nothing else trains them then."""
         raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no auxiliary loss; set it to 0")
 
+    def describe_frames(self, observation: Any, num_texts: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Features of images, and scores of instructions (`deft.algorithms.vision`)."""
+        raise InputError(f"vision: {type(self).__name__} is no VLA model with camera encoders; use --model vla-tiny")
+
+    def vision_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that `describe_frames` depends on."""
+        raise InputError(f"vision: {type(self).__name__} is no VLA model with camera encoders; use --model vla-tiny")
+
+    @property
+    def frame_shape(self) -> tuple[int, int]:
+        """Number of cameras and of features of each in `describe_frames`."""
+        raise InputError(f"vision: {type(self).__name__} is no VLA model with camera encoders; use --model vla-tiny")
+
     def set_env_steps(self, num_env_steps: int) -> None:
         """Take the number of env steps of training so far, which exploration may depend on; called between updates."""
 

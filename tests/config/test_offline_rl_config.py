@@ -101,7 +101,7 @@ def test_values_that_are_allowed_are_those_of_the_settings(algorithm: str) -> No
     for name, field in fields.items():
         flag = flags.get(name) or aliases.get(name)
         if flag is None:
-            assert algorithm in ("dt", "sft", "reward-model", "recap-offline"), name  # which have no critics
+            assert algorithm in ("dt", "sft", "reward-model", "recap-offline", "vision"), name  # which have no critics
             assert name in ("tau", "num_critics", "critic_layer_norm")
         else:
             assert field.annotation == flag.annotation, name

@@ -34,6 +34,8 @@ class CameraEncoder(nn.Module, ABC):
     grid: Tensor
     channels: int
     out_dim = (3 + APPEARANCE_DIM) * QUERIES
+    reads_text: bool
+    """Whether the features of cells depend on the text."""
     dtype: torch.dtype | None = None
     """The type in which cells are computed; None: that of the weights."""
 
@@ -58,18 +60,46 @@ class CameraEncoder(nn.Module, ABC):
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
         """uint8 images [B, 3, h, w] and text features [B, TEXT_DIM] → [B, out_dim]."""
+        return self._pool(self._cells(image, text), self._text_queries(text))
+
+    def describe(self, image: Tensor, text: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, and how well each of several texts fits the image: [B, out_dim] and [B, n].
+
+        `candidates` [B, n] are rows of `text`. The score of a text is the mean of Σ p f q over its queries. It is
+        high only where the attention is concentrated on cells that match. The cells are encoded without a text, so
+        that they do not contain the right answer.
+        """
+        cells, text_queries = self._cells(image, text), self._text_queries(text)
+        features = self._pool(cells, text_queries)
+        if self.reads_text:
+            cells = self._cells(image, torch.zeros_like(text))
+        matches = _matches(cells, text_queries[candidates].flatten(1, 2))  # [B, n WORD_QUERIES, cells]
+        scores = ((SHARPNESS * matches).softmax(-1) * matches).sum(-1)
+        return features, scores.unflatten(1, (-1, WORD_QUERIES)).mean(-1)
+
+    def _cells(self, image: Tensor, text: Tensor) -> Tensor:
         own = self.queries.dtype
-        cells = self.encode_cells(image, text, own if self.dtype is None else self.dtype).to(own)
-        text_queries = self.words(text).view(len(text), WORD_QUERIES, self.channels)
-        queries = torch.cat([self.queries.expand(len(text), -1, -1), text_queries], 1)
-        # In this order, and with contiguous queries, many times as fast as queries @ cellsᵀ
-        matches = (cells @ queries.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()  # [B, Q, cells]
+        return self.encode_cells(image, text, own if self.dtype is None else self.dtype).to(own)
+
+    def _text_queries(self, text: Tensor) -> Tensor:
+        """The queries of texts: [B, WORD_QUERIES, channels]."""
+        return self.words(text).view(len(text), WORD_QUERIES, self.channels)
+
+    def _pool(self, cells: Tensor, text_queries: Tensor) -> Tensor:
+        """Positions, confidences and appearances of what all queries attend to: [B, out_dim]."""
+        matches = _matches(cells, torch.cat([self.queries.expand(len(cells), -1, -1), text_queries], 1))
         attention = (SHARPNESS * matches).softmax(-1)
         pooled = attention @ torch.cat([self.grid.expand(len(cells), -1, -1), self.look(cells)], 2)
         positions, appearances = pooled.split([2, APPEARANCE_DIM], 2)  # [B, Q, …]
         # amax is several times as fast, but its gradient compares all cells; that of max selects one of them
         confidence = matches.max(-1).values if matches.requires_grad else matches.amax(-1)
         return torch.cat([positions.flatten(1), confidence, appearances.flatten(1)], 1)
+
+
+def _matches(cells: Tensor, queries: Tensor) -> Tensor:
+    """f q of all cells [B, cells, C] and queries [B, Q, C]: [B, Q, cells]."""
+    # In this order, and with contiguous queries, many times as fast as queries @ cellsᵀ
+    return (cells @ queries.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
 
 
 class CellEncoder(CameraEncoder):
@@ -80,6 +110,7 @@ class CellEncoder(CameraEncoder):
     """
 
     channels = 24
+    reads_text = False
 
     def make_layers(self) -> None:
         """Two linear layers."""
@@ -125,6 +156,7 @@ class ConvolutionEncoder(CameraEncoder):
     """
 
     channels = 32
+    reads_text = True
     widths = (32, 64, 96)
 
     def make_layers(self) -> None:

@@ -245,6 +245,26 @@ class BaseVLAModel(nn.Module, ABC):
         missing = "auxiliary_parameters" if overrides(self, "auxiliary_loss") else "auxiliary_loss"
         raise InputError(f"auxiliary_learning_rate: {type(self).__name__} has no `{missing}`; set it to 0")
 
+    def describe_frames(self, observations: TensorDictBase, num_texts: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Features of each camera image, [B, cameras, F], by which `deft train vision` predicts later images.
+
+        With `num_texts` n the second value is how well instructions fit each image, [B, cameras, n]: that of its own
+        row i first, then those of the rows i + 1 … i + n − 1 of the batch, modulo B; −10⁴ for an instruction with the
+        words of the own one.
+        """
+        raise InputError(f"vision: {type(self).__name__} has no `describe_frames`; use --model vla-tiny")
+
+    def vision_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters that `describe_frames` depends on."""
+        missing = "vision_parameters" if overrides(self, "describe_frames") else "describe_frames"
+        raise InputError(f"vision: {type(self).__name__} has no `{missing}`; use --model vla-tiny")
+
+    @property
+    def frame_shape(self) -> tuple[int, int]:
+        """Number of cameras and of features of each in `describe_frames`."""
+        missing = "frame_shape" if overrides(self, "describe_frames") else "describe_frames"
+        raise InputError(f"vision: {type(self).__name__} has no `{missing}`; use --model vla-tiny")
+
     def noise_parameters(self) -> Iterable[Tensor]:
         """Return the logarithms of standard deviations that do not depend on the observation; none by default."""
         return ()

@@ -229,6 +229,25 @@ class VLAPolicy(ActionScale, Policy):
         """Return the parameters that the model's auxiliary loss trains."""
         return self.model.auxiliary_parameters()
 
+    def describe_frames(
+        self, observation: Mapping[str, Tensor] | TensorDictBase, num_texts: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """The model's features of images, and its scores of instructions."""
+        streams = _streams(observation, self.critic_streams)
+        outputs = self.model.describe_frames(streams, num_texts)
+        features, scores = check_outputs(self.model, "describe_frames", 2, outputs)
+        self._check_shape(f"features of {self.model_name}.describe_frames", features, len(streams), *self.frame_shape)
+        return features, scores
+
+    def vision_parameters(self) -> Iterable[nn.Parameter]:
+        """Return the parameters of the model's vision encoder."""
+        return self.model.vision_parameters()
+
+    @property
+    def frame_shape(self) -> tuple[int, int]:
+        """That of the model."""
+        return self.model.frame_shape
+
     # -- for off-policy, offline and supervised algorithms -------------------------------------------------------------
 
     def encode(

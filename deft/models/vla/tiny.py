@@ -42,6 +42,7 @@ PROPRIO_EPSILON = 1e-4  # added to a variance: dims that are almost constant in 
 POSITIONS_WEIGHT = 0.3  # weight of the loss of object positions in the imitation loss
 UNLABELLED_WEIGHT = 0.1  # weight of a position without a label, whose target is 0 so that it does not drift
 LABEL_NOISE = 0.004  # metres: noise on labels that the trunk reads in imitation; its predictions have errors too
+SAME_TEXT = -1e4  # score of an instruction that is no alternative: its probability is 0
 FINE = (0.05, 0.015)  # metres: with a bottleneck the trunk also reads tanh(position / scale) for these scales
 
 
@@ -409,6 +410,38 @@ class TinyVLAModel(StreamVLA):
             )
         for module in (self.names, self.cameras, self.found):  # not `text`, by which the trunk identifies the task
             yield from module.parameters()
+
+    def describe_frames(self, observations: TensorDictBase, num_texts: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Features of the images, [B, cameras, F], and scores of instructions, [B, cameras, num_texts]."""
+        images = [square_images(read_stream(observations, key), self.image_size, key) for key in self.image_keys]
+        texts, batch = self.instructions(observations), len(images[0])
+        if texts is None:
+            names = self.trunk[0].weight.new_zeros(batch, TEXT_DIM)
+        else:
+            names = self._encode_texts(texts)[1]
+        pairs = list(zip(self.cameras, images, strict=True))
+        if not num_texts:
+            return torch.stack([camera(image, names) for camera, image in pairs], 1), None
+        if texts is None:
+            raise InputError(
+                "text_weight: the observations have no instructions to compare with the images; use --text_weight 0"
+            )
+        rows = torch.arange(batch, device=names.device)
+        candidates = (rows[:, None] + rows[:num_texts]) % batch
+        is_same = (texts[candidates] == texts[:, None]).all(-1)
+        is_same[:, 0] = False
+        features, scores = zip(*(camera.describe(image, names, candidates) for camera, image in pairs), strict=True)
+        return torch.stack(features, 1), torch.stack(scores, 1).masked_fill(is_same[:, None], SAME_TEXT)
+
+    def vision_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield those of the camera encoders and of the text encoder that conditions them."""
+        for module in (self.names, self.cameras):
+            yield from module.parameters()
+
+    @property
+    def frame_shape(self) -> tuple[int, int]:
+        """Number of cameras, and of features of each."""
+        return len(self.cameras), CameraEncoder.out_dim
 
     def set_precision(self, dtype: torch.dtype) -> None:
         """Compute the cells of the camera encoders in `dtype`."""
