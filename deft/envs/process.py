@@ -262,6 +262,16 @@ class ProcessVectorEnv(ArrayVectorEnv):
             return self._result(arrays, episodes, self._lose_episodes(lost, arrays))
         return self._result(arrays, episodes)
 
+    def suspend(self, indices: Sequence[int]) -> None:
+        """Do not step these environments until the next `reset`; a worker that is replaced steps them again."""
+
+        def own(worker: _Worker) -> list[int]:
+            first, end = worker.rows.start, worker.rows.stop
+            return [index - first for index in indices if first <= index < end]
+
+        if concerned := [worker for worker in self._workers if own(worker)]:
+            self._ask("suspend", lambda worker: (own(worker),), concerned)
+
     def _lose_episodes(self, workers: list[_Worker], arrays: StepArrays) -> np.ndarray:
         """Truncate the episodes of replaced workers at their last observation; `arrays` hold the first of the next."""
         seen = self._arrays[self._current ^ 1].observation

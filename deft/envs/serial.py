@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from deft.envs.layout import Observation, ObservationLayout, StepArrays
+from deft.envs.layout import Observation, ObservationLayout, StepArrays, copy_rows
 from deft.envs.state import StateObstacle, restore_state, save_state, state_obstacle
 from deft.envs.vector import LABELS, ArrayVectorEnv, Episode, VectorStep
 from deft.envs.wrappers import close_env, describe_env, env_reward_terms, wrapper_attribute
@@ -213,6 +213,7 @@ class SerialVectorEnv(ArrayVectorEnv):
         )
         self._slots = [EnvSlot(env, row, first_index + row, self._observation_layout) for row, env in enumerate(made)]
         self.first_index = first_index
+        self._suspended: set[int] = set()  # rows
         self._closed = False
 
     @property
@@ -228,6 +229,7 @@ class SerialVectorEnv(ArrayVectorEnv):
         """Start an episode in every environment; environment i gets `seed + i`, or the i-th of several seeds."""
         seeds = self._env_seeds(seed)
         arrays = self._next_arrays()
+        self._suspended.clear()
         for slot, own in zip(self._in_turn(), seeds, strict=True):
             slot.reset(own, arrays)
         self._started = True
@@ -242,6 +244,10 @@ class SerialVectorEnv(ArrayVectorEnv):
             raise error
         return result
 
+    def suspend(self, indices: Sequence[int]) -> None:
+        """Do not step these environments until the next `reset`."""
+        self._suspended.update(indices)
+
     def _advance(self, actions: np.ndarray) -> tuple[list[Episode], BaseException | None]:
         """Step with prepared actions into the next arrays; return the ended episodes and the first exception.
 
@@ -249,7 +255,11 @@ class SerialVectorEnv(ArrayVectorEnv):
         """
         arrays, final = self._next_arrays(), self._final
         episodes: list[Episode] = []
+        if self._suspended:
+            self._repeat(sorted(self._suspended), arrays)
         for slot, action in zip(self._in_turn(), self._action_layout.rows(actions), strict=True):
+            if slot.row in self._suspended:
+                continue
             try:
                 episode = slot.step(action, arrays, final)
             except BaseException as error:
@@ -257,6 +267,15 @@ class SerialVectorEnv(ArrayVectorEnv):
             if episode is not None:
                 episodes.append(episode)
         return episodes, None
+
+    def _repeat(self, rows: list[int], arrays: StepArrays) -> None:
+        """Write the results of suspended environments: the last observation, reward 0, no end."""
+        copy_rows(self._arrays[self._current ^ 1].observation, arrays.observation, rows)
+        arrays.reward[rows], arrays.terminated[rows], arrays.truncated[rows] = 0.0, False, False
+        if arrays.reward_terms is not None:
+            arrays.reward_terms[rows] = 0.0
+        if self.chunk_length > 1:
+            arrays.num_steps[rows] = 0
 
     def get_state(self) -> list[dict[str, Any]] | None:
         """Return plain data for `set_state`; None if `state_obstacle` gives a reason."""
@@ -269,6 +288,7 @@ class SerialVectorEnv(ArrayVectorEnv):
         """Continue from saved states."""
         self._check_states(states)
         arrays = self._next_arrays()
+        self._suspended.clear()
         for slot, state in zip(self._in_turn(), states, strict=True):
             slot.set_state(state, arrays)
         self._started = True

@@ -159,6 +159,13 @@ class VectorEnv(ABC):
     def step(self, actions: np.ndarray) -> VectorStep:
         """Step every environment with its row of `actions`."""
 
+    def suspend(self, indices: Sequence[int]) -> None:  # noqa: B027 (a default, not abstract)
+        """Do not step these environments until the next `reset` or `set_state`: their results are not used.
+
+        Their rows of a step then have the last observation, reward 0 and no end. This saves time; a vector environment
+        without this method steps them as before.
+        """
+
     def get_state(self) -> list[dict[str, Any]] | None:
         """Return plain data for `set_state`, one dict per environment; None if `state_obstacle` gives a reason."""
         return None

@@ -28,7 +28,7 @@ from deft.envs.vector import Episode
 from deft.errors import DeftError, InputError, RunError, one_line
 
 PARENT_CHECK_INTERVAL = 1.0  # seconds
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the commands, their answers and the layout of the shared memory; both processes must have the same."""
 Failure = tuple[str, type[DeftError], str]  # message, kind of error, traceback
 

@@ -289,12 +289,17 @@ def play_round(
         reward = step.reward.astype(np.float32)
         reward[step.done_index] = 0.0
         actor.ended(step.done_index)
-        for episode in step.episodes:
-            if episode.env_index < wanted:
-                finished.setdefault(episode.env_index, episode)
+        ended = [episode for episode in step.episodes if episode.env_index < wanted]
+        for episode in ended:
+            finished.setdefault(episode.env_index, episode)
+        if ended and len(finished) < wanted:
+            env.suspend([episode.env_index for episode in ended])
         return len(finished) >= wanted
 
-    rollout(env, act, sink, env.reset(seed))
+    observation = env.reset(seed)
+    if wanted < env.num_envs:
+        env.suspend(range(wanted, env.num_envs))
+    rollout(env, act, sink, observation)
     report()
     return [finished[index] for index in range(wanted)]
 

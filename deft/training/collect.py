@@ -306,6 +306,8 @@ def _play(
             else:
                 write(index, ended[index])
                 share[index] -= 1
+                if config.episodes is not None and not share[index]:
+                    env.suspend([index])
             open_episodes[index] = _OpenEpisode(step.observation, index)
 
     def is_enough() -> bool:

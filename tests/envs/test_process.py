@@ -152,6 +152,23 @@ def test_dict_observations_chunks_and_calls(make_counting_env: MakeEnv) -> None:
         env.close()
 
 
+def test_suspended_environments_are_not_stepped(make_counting_env: MakeEnv) -> None:
+    env = ProcessVectorEnv([lambda: ActionChunk(make_counting_env(length=9), 2, 1.0)] * 3, num_workers=2)
+    try:
+        env.reset(seed=0)
+        actions = np.zeros((3, 2), np.int64)
+        env.suspend([0, 2])  # of both workers
+        for times in ([0, 2, 0], [0, 4, 0]):
+            step = env.step(actions)
+            assert step.observation[:, 1].tolist() == times
+            assert step.num_steps.tolist() == [0, 2, 0]
+        env.suspend([])
+        env.reset(seed=0)
+        assert env.step(actions).num_steps.tolist() == [2] * 3
+    finally:
+        env.close()
+
+
 def test_workers_are_light_and_leave_signals_to_the_parent(make_faulty_env: MakeEnv) -> None:
     env = ProcessVectorEnv([make_faulty_env] * 2, num_workers=1)
     assert len(env.worker_pids) == 1

@@ -52,6 +52,22 @@ def test_final_observation_is_the_one_before_the_reset(make_counting_env: MakeEn
     assert step.episodes == [Episode(0, 3.0, 2, False, {"time": 3.0, "one": 2.0})]  # counted anew
 
 
+def test_suspended_environments_are_not_stepped_until_the_next_reset(make_counting_env: MakeEnv) -> None:
+    env = SerialVectorEnv([make_counting_env(length=3) for _ in range(3)])
+    env.reset(seed=0)
+    actions = np.zeros(3, np.int64)
+    env.step(actions)
+    env.suspend([1])
+    for time in (2, 0, 1):  # the third step ends the episodes of the others
+        step = env.step(actions)
+        assert step.observation[:, 1].tolist() == [time, 1, time]
+        assert step.reward[1] == 0.0
+        assert not (step.terminated[1] or step.truncated[1] or 1 in step.done_index)
+    assert [len(received) for received in env.call("get_received")] == [4, 1, 4]
+    env.reset(seed=0)
+    assert env.step(actions).observation[:, 1].tolist() == [1, 1, 1]
+
+
 def test_all_done_at_once_ascend(make_counting_env: MakeEnv) -> None:
     env = SerialVectorEnv([make_counting_env(length=1) for _ in range(3)])
     env.reset(seed=0)

@@ -164,11 +164,14 @@ def test_appending_with_the_same_seed_adds_other_episodes(tmp_path):
     assert len(firsts) == 4
 
 
-def test_each_copy_plays_its_share(tmp_path):
+def test_each_copy_plays_its_share(tmp_path, monkeypatch):
     """Three copies, seven episodes: 3, 2 and 2. Copies 0 and 2 play 2, 9, 2 and 2, 9 steps, copy 1 plays 9, 2."""
+    actions, step = [], Uneven.step
+    monkeypatch.setattr(Uneven, "step", lambda self, action: (actions.append(action), step(self, action))[1])
     results, dataset = record(tmp_path, env="deft-test/Uneven-v0", policy="random", episodes=7, num_envs=3)
     assert sorted(dataset.lengths.tolist()) == sorted([2, 9, 2, 9, 2, 2, 9])
     assert results["mean_length"] == np.mean([2, 9, 2, 9, 2, 2, 9])
+    assert len(actions) == 35  # those of the episodes: a copy that has played its share is not stepped
     assert all(dataset.episode(index).terminated[-1] for index in range(7))
     for index in range(7):  # Counting observes [episode, step]: no episode has rows of another
         observation = dataset.episode(index).observation
