@@ -54,10 +54,12 @@ def test_environments_that_play_chunks_are_given_whole_ones() -> None:
 
 def test_each_environment_plays_its_own_episode():
     """Seven episodes on three copies: waves of three, three and one; long and short ones count alike."""
-    env = wrap([Counting(length=2), Counting(length=5), Counting(length=9)])
-    episodes = play_episodes(None, env, 7)
+    copies = [Counting(length=2), Counting(length=5), Counting(length=9)]
+    episodes = play_episodes(None, wrap(copies), 7)
     # copy i plays episodes i, i + 3, i + 6: lengths 2, 5, 9, 2, 5, 9, 2
     assert [episode.length for episode in episodes] == [2, 5, 9, 2, 5, 9, 2]
+    # Resets: one before each wave, and one at the end of each episode; a copy that has played is not stepped on.
+    assert [copy.episode + 1 for copy in copies] == [6, 5, 5]
     summary = summarize(episodes)
     assert summary["mean_reward"] == pytest.approx(np.mean([2, 5, 9, 2, 5, 9, 2]))
     assert "success_rate" not in summary
