@@ -62,7 +62,8 @@ def test_suspended_environments_are_not_stepped_until_the_next_reset(make_counti
         step = env.step(actions)
         assert step.observation[:, 1].tolist() == [time, 1, time]
         assert step.reward[1] == 0.0
-        assert not (step.terminated[1] or step.truncated[1] or 1 in step.done_index)
+        assert [step.terminated[1], step.truncated[1]] == [False, False]
+        assert 1 not in step.done_index
     assert [len(received) for received in env.call("get_received")] == [4, 1, 4]
     env.reset(seed=0)
     assert env.step(actions).observation[:, 1].tolist() == [1, 1, 1]

@@ -114,7 +114,7 @@ def test_a_worker_that_dies_is_restarted(installed, caplog):
 
 def test_another_version_of_the_protocol_is_rejected(installed, monkeypatch):
     monkeypatch.setattr(process, "PROTOCOL", 99)
-    with pytest.raises(InputError, match="speaks version 1 of the worker protocol, its parent version 99"):
+    with pytest.raises(InputError, match="speaks version 2 of the worker protocol, its parent version 99"):
         make_vector_env(EnvConfig(id="fake/near"))
 
 
