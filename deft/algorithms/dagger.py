@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Labels
@@ -11,7 +11,9 @@ from deft.algorithms.sft import SFT
 from deft.config.algorithm_settings import DAggerSettings
 from deft.models.policy import Policy
 
-LABEL_SETTINGS = ("batch_size", "updates_per_round", "initial_beta", "beta", "prior_data", "record")
+LABEL_SETTINGS = (
+    "batch_size", "updates_per_round", "initial_beta", "beta", "prior_data", "record", "takeover", "takeover_rate",
+)  # fmt: skip
 
 
 class DAgger(SFT):
@@ -21,6 +23,9 @@ class DAgger(SFT):
 
     Imitation of demonstrations alone sees only states of the expert, and its errors grow with the square of the
     episode's length; on the states of the policy they grow linearly.
+
+    With `takeover` the expert is a person, who acts where the policy fails (HG-DAgger, Kelly et al., 2019):
+    D ← D ∪ {(s, a) : the person acted}.
     """
 
     name = "dagger"
@@ -33,8 +38,9 @@ class DAgger(SFT):
 
     @property
     def experience(self) -> Labels:
-        """Labels of the environment's expert."""
-        return Labels(**{name: vars(self.settings)[name] for name in LABEL_SETTINGS})
+        """Labels of the environment's expert, or of a person who takes over."""
+        expert: Literal["person", "scripted"] = "person" if self.settings.takeover else "scripted"
+        return Labels(**{name: vars(self.settings)[name] for name in LABEL_SETTINGS}, expert=expert)
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
         """One step on each batch of the round; the metrics of the last one."""

@@ -83,6 +83,10 @@ class Replay:
     `OfflineAlgorithm` does."""
     kept: tuple[str | tuple[str, ...], ...] = ()
     """Further keys of a step that the buffer stores, where a step has them, such as (`sample`, `noise`)."""
+    takeover: bool = False
+    """Whether a person can take over in the live view; their transitions are added to the prior data."""
+    takeover_rate: float = 10.0
+    """Env steps per second while a person watches."""
     captured_warmup: int = 0
     """First updates that run other operations than later ones; they are recorded separately."""
     reward_terms: bool = False
@@ -94,8 +98,8 @@ class Labels:
     """Batches of all steps so far, with the actions that the environment's scripted expert would take there.
 
     Without an expert, the policy acts alone, and whole episodes are learned from. The environments take single steps.
-    In each decision of the policy, a chunk of its steps, the expert acts instead
-    with the probability initial_beta · beta^round.
+    In each decision of the policy, a chunk of its steps, the scripted expert acts instead with the probability
+    initial_beta · beta^round.
     """
 
     on_policy: ClassVar[bool] = False
@@ -110,8 +114,17 @@ class Labels:
     """A dataset whose episodes are among the labels from the start."""
     record: bool = True
     """Write the episodes as a dataset at the end."""
-    has_expert: bool = True
-    """Whether the environment's expert labels steps, and acts in some."""
+    expert: Literal["scripted", "person", "none"] = "scripted"
+    """Who labels steps: the environment's scripted expert all of them, a person those in which they act, or nobody."""
+    takeover: bool = False
+    """Whether a person can take over in the live view."""
+    takeover_rate: float = 10.0
+    """Env steps per second while a person watches."""
+
+    @property
+    def has_expert(self) -> bool:
+        """Whether there are labels."""
+        return self.expert != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,9 @@ class Recap(RecapOffline):
             updates_per_round=own.updates_per_round,
             prior_data=own.prior_data,
             record=own.record,
-            has_expert=False,
+            expert="none",
+            takeover=own.takeover,
+            takeover_rate=own.takeover_rate,
         )
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:

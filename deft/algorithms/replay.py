@@ -18,7 +18,8 @@ from deft.models.policy import Encoded, Policy
 
 REPLAY_SETTINGS = (
     "batch_size", "buffer_size", "train_freq", "updates_per_step", "learning_starts", "random_steps", "n_step", "gamma",
-    "prior_data", "prior_fraction", "intervention_weight", "precision", "capture",
+    "prior_data", "prior_fraction", "intervention_weight", "precision", "capture", "takeover",
+    "takeover_rate",
 )  # fmt: skip
 
 

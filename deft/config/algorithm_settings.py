@@ -47,6 +47,11 @@ class AlgorithmSettings(groups.DiscountSettings):
         """Environments that must run in the same process because their episodes are compared; 1: no constraint."""
         return 1
 
+    @property
+    def takes_over(self) -> bool:
+        """Whether environments must be shown to a person who may take over."""
+        return False
+
     def copies(self, num_envs: int) -> int:
         """Return the number of parallel environments for a setting of `env.num_envs`."""
         return num_envs
@@ -330,7 +335,7 @@ class SFTSettings(ImitationSettings, HeldOutSettings):
 
 
 @settings
-class DAggerSettings(ImitationSettings):
+class DAggerSettings(groups.TakeoverSettings, ImitationSettings):
     """DAgger: imitation of an expert that labels the states that the policy visits."""
 
     LEARNS_FROM = "labels"
@@ -364,7 +369,7 @@ class RecapOfflineSettings(ImitationSettings):
 
 
 @settings
-class RecapSettings(RecapOfflineSettings):
+class RecapSettings(groups.TakeoverSettings, RecapOfflineSettings):
     """RECAP: rounds of collecting episodes, labelling them with V, and conditioned imitation."""
 
     LEARNS_FROM = "labels"
@@ -419,7 +424,7 @@ class VisionSettings(OfflineSettings, HeldOutSettings):
 
 
 @settings
-class ReplaySettings(OffPolicySettings):
+class ReplaySettings(groups.TakeoverSettings, OffPolicySettings):
     """Settings of the algorithms with critics that learn in an environment, from a replay buffer."""
 
     LEARNS_FROM = "replay"
@@ -471,6 +476,12 @@ class CalQLSettings(CQLSettings, ReplaySettings):
     """Cal-QL's online phase: calibrated CQL in an environment, on a mix of a dataset and new episodes."""
 
     cal_ql = True
+
+    @model_validator(mode="after")
+    def _has_whole_returns(self) -> CalQLSettings:
+        if self.takeover:
+            raise ValueError("takeover: cal-ql learns from the returns of whole episodes; use sac")
+        return self
 
 
 @settings
@@ -527,6 +538,8 @@ class DSRLSettings(SACSettings):
             raise ValueError("random_steps: dsrl explores by its noise, and random actions have none; leave it out")
         if self.prior_data is not None and self.critic == "noise":
             raise ValueError("prior_data: a dataset holds no noise; use critic action")
+        if self.takeover and self.critic == "noise":
+            raise ValueError("takeover: a person's action has no noise; use critic action")
         return self
 
 

@@ -159,6 +159,21 @@ class ViewSettings(PortSettings):
     """Serve a page with curves, camera images and the log of the run while it trains (extra `view`)."""
 
 
+@settings
+class TakeoverSettings:
+    """A person who takes over in the live view."""
+
+    takeover: Switch = False
+    """Let a person take over an environment in the live view (`view`); what they do is marked and learned from."""
+    takeover_rate: Positive = 10.0
+    """Env steps per second while a person watches."""
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether environments must be shown to a person."""
+        return self.takeover
+
+
 # ---------------------------------------------------------------------------------------------------------- learning
 
 

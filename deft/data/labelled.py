@@ -110,6 +110,20 @@ class LabelledSteps:
             start += length
 
 
+def marked_parts(episode: Episode) -> list[Episode]:
+    """Return the parts of an episode that an expert decided, each as an episode."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], episode.marks, [False]]).astype(np.int8)))
+    parts = []
+    for first, last in edges.reshape(-1, 2):
+        rows, steps = slice(first, last + 1), slice(first, last)
+        streams = {name: stream[rows] for name, stream in episode.streams.items()}
+        fields = {name: vars(episode)[name] for name in FIELDS if vars(episode)[name] is not None}
+        columns = {name: values[steps].copy() for name, values in fields.items()}
+        columns["truncated"][-1] |= not columns["terminated"][-1]  # cut here, where it has not ended
+        parts.append(Episode(streams.get("", streams), **columns))
+    return parts
+
+
 def _segments(rows: list[dict[Key, np.ndarray]], env: int, start: int, whole: bool) -> list[tuple[int, int]]:
     """First and last steps of the episodes of an environment from `start` on, without steps that were lost."""
     segments, first = [], start

@@ -109,19 +109,22 @@ def make_vector_env(
     num_envs: int | None = None,
     device: str = "auto",
     tensors: bool = False,
+    renders: bool = False,
 ) -> VectorEnv:
     """Make the environments of a config, independent of each other: environment i is seeded with `seed + i`.
 
-    `device` is that of a simulation on the GPU (`vector: warp`). Observations and steps are numpy arrays; with
-    `tensors` those of such a simulation stay on the device, as torch tensors.
+    With `renders` their method `render` returns images, where they can. `device` is that of a simulation on the GPU
+    (`vector: warp`). Observations and steps are numpy arrays; with `tensors` those of such a simulation stay on the
+    device, as torch tensors.
     """
     count = config.num_envs if num_envs is None else num_envs
+    mode = "rgb_array" if renders else None
     suite = _suite_of(config)
     if suite is not None:
         if config.vector not in ("sync", "process"):
             raise InputError(f"env.vector: {config.vector} does not run {config.id}; use process")
         recipe = _suite_recipe(suite, config, count)
-        return _in_processes(partial(build_env, recipe, None, chunk_length, gamma), config, count, suite.interpreter())
+        return _in_processes(partial(build_env, recipe, mode, chunk_length, gamma), config, count, suite.interpreter())
     if config.vector == "warp":
         tensor_env = make_tensor_env(config, chunk_length=chunk_length, gamma=gamma, num_envs=count, device=device)
         return tensor_env if tensors else on_host(tensor_env)
@@ -148,12 +151,12 @@ def make_vector_env(
 
         return _make_native(ManiSkillVectorEnv, config.id, config, count)
     spec = _find_spec(config)
-    if config.vector == "sync" and chunk_length == 1 and not config.rename_streams:
+    if config.vector == "sync" and chunk_length == 1 and not config.rename_streams and not renders:
         native = _native_vector_class(spec)
         if native is not None:
             defaults = {"max_episode_steps": spec.max_episode_steps, **spec.kwargs}
             return _make_native(native, spec.id, config, count, defaults)
-    function = partial(build_env, _recipe(config, spec), None, chunk_length, gamma)
+    function = partial(build_env, _recipe(config, spec), mode, chunk_length, gamma)
     return _in_processes(function, config, count) if config.vector == "process" else SerialVectorEnv([function] * count)
 
 

@@ -173,6 +173,10 @@ class PolicyActor:
         is_frozen = np.arange(length)[:, None] < frozen[:, None, None]
         return np.where(is_frozen, running, found.reshape(running.shape)).astype(found.dtype)
 
+    def interrupt(self, rows: np.ndarray) -> None:
+        """Decide anew in these environments with the next call of `act`: something else acted."""
+        self._played[rows] = self._chunk_length
+
     def ended(self, done_index: np.ndarray) -> None:
         """Start a new episode in these environments."""
         self._played[done_index] = self._chunk_length

@@ -36,6 +36,7 @@ from deft.models.policy import Policy
 from deft.models.targets import frozen_copy
 from deft.runs.rollout import rollout
 from deft.runs.signals import never
+from deft.training.takeover import Takeover
 
 log = logging.getLogger(__name__)
 WATCH_INTERVAL = 0.2  # seconds between looks at the clock and the stop signal while waiting
@@ -85,6 +86,8 @@ class Collector:
         """Called before the policy acts: returns actions [N, …] that replace the policy's, or None."""
         self.before_stepping: Callable[[], None] | None = None
         """Called when the actions are known: it may start GPU work that runs while the environments step."""
+        self.takeover: Takeover | None = None
+        """Lets a person act in an environment; their actions replace the policy's."""
         self.device = next(iter(policy.parameters())).device
         self._next_observation = next_observation
         self._reward_terms = reward_terms and len(env.reward_terms) > 0
@@ -164,7 +167,9 @@ class Collector:
         return sum(self.step_counts.popleft() for _ in range(num_vector_steps))
 
     def close(self) -> None:
-        """Stop collecting; a collector in this process has nothing to stop."""
+        """Stop collecting; a collector in this process has only the offer to take over."""
+        if self.takeover is not None:
+            self.takeover.close()
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights that act from here on."""
@@ -227,14 +232,22 @@ class Collector:
         if self._observation is None:
             self._start()
         self._row, self._next_memory = self._act()
+        if self.takeover is not None:
+            self._let_intervene(self.takeover)
         if self.before_stepping is not None:
             self.before_stepping()
         self.stepping_since = time.monotonic()
         return self._row[schema.ACTION]
 
+    def _let_intervene(self, takeover: Takeover) -> np.ndarray | None:
+        """Replace actions by a person's; return the environments in which they act, bool [N], or None."""
+        return takeover.intervene(self._row)
+
     def _complete(self, step: VectorStep) -> None:
         """Add the environment's part of the transition to the row, and continue from the next observation."""
         self.stepping_since = None
+        if self.takeover is not None:
+            self.takeover.after(step)
         self._check_finite(step.observation, step.reward)
         if step.final_observation is not None:
             self._check_finite(step.final_observation)

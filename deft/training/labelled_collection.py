@@ -22,7 +22,7 @@ from deft.algorithms.experience import Labels
 from deft.data.datasets import load_dataset
 from deft.data.datasets.dataset import Episode
 from deft.data.datasets.minari import MinariFiles, recorded_episodes
-from deft.data.labelled import EpisodeList, LabelledSteps
+from deft.data.labelled import EpisodeList, LabelledSteps, marked_parts
 from deft.data.recording import Recording, import_pyarrow
 from deft.data.tensors import Batch, Key
 from deft.envs.vector import VectorEnv, VectorStep
@@ -32,6 +32,7 @@ from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.training.collection import Collection, Collector
 from deft.training.evaluator import check_spaces
+from deft.training.takeover import Takeover
 
 log = logging.getLogger(__name__)
 WHOLE_CACHE = 2**62  # bytes: labels are in memory already
@@ -83,6 +84,12 @@ class ExpertCollector(Collector):
         if labels is not None:
             row[schema.EXPERT_ACTION] = labels
         return row, None
+
+    def _let_intervene(self, takeover: Takeover) -> np.ndarray | None:
+        marks = super()._let_intervene(takeover)
+        if marks is not None:
+            self._actor.interrupt(np.flatnonzero(marks))  # its chunk began elsewhere
+        return marks
 
     def _complete(self, step: VectorStep) -> None:
         super()._complete(step)
@@ -154,13 +161,14 @@ class LabelledCollection(Collection):
 
     def _end_round(self) -> None:
         """Add the labels of the round to the data, and let the expert act less."""
-        has_expert = self.experience.has_expert
-        added = self.buffer.cut(whole=not has_expert)
-        episodes = [*self._prior, *self.buffer.episodes]
+        own = self.experience
+        added = self.buffer.cut(whole=not own.has_expert)
+        episodes = self._episodes()
         self._metrics = {"num_labels": float(sum(map(len, episodes)))}
-        if has_expert:
-            marks = np.concatenate([episode.marks for episode in added])
-            self._metrics |= {"beta": self.collector.beta, "intervention_rate": float(marks.mean())}
+        if own.expert == "scripted":
+            self._metrics["beta"] = self.collector.beta
+        if (own.has_expert or own.takeover) and added:
+            self._metrics["intervention_rate"] = float(np.concatenate([episode.marks for episode in added]).mean())
         if episodes:
             self._sampler, labels = self._make_sampler()
             if self.algorithm.version == 0:
@@ -172,12 +180,19 @@ class LabelledCollection(Collection):
 
     def _set_beta(self) -> None:
         own = self.experience
-        self.collector.beta = own.initial_beta * own.beta**self._round if own.has_expert else 0.0
+        self.collector.beta = own.initial_beta * own.beta**self._round if own.expert == "scripted" else 0.0
+
+    def _episodes(self) -> list[Episode]:
+        """What is learned from: everything, or of a person the steps that they decided."""
+        recorded = self.buffer.episodes
+        if self.experience.expert == "person":
+            recorded = [part for episode in recorded for part in marked_parts(episode)]
+        return [*self._prior, *recorded]
 
     def _make_sampler(self) -> tuple[Any, EpisodeList]:
         """A sampler of all data, with a random generator of this round, and the data."""
         env = self.collector.env
-        labels = EpisodeList([*self._prior, *self.buffer.episodes], env.observation_space, env.action_space)
+        labels = EpisodeList(self._episodes(), env.observation_space, env.action_space)
         sampler = self.algorithm.make_sampler(labels, self._seed + self._round, self.collector.device, WHOLE_CACHE)
         return sampler, labels
 

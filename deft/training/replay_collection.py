@@ -25,6 +25,7 @@ from deft.runs.compute import set_precision
 from deft.training.capture import CapturedUpdate
 from deft.training.collection import Collection, Collector
 from deft.training.evaluator import check_spaces
+from deft.training.interventions import Interventions
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,16 @@ class ReplayCollection(Collection):
         self._random = np.random.default_rng(seed)
         self._action_space = collector.env.action_space
         collector.explore = self._random_actions
-        self._prior = None if experience.prior_data is None else _read_prior(experience, collector, ring.generator)
+        self._prior: TransitionRing | None = None
+        self._interventions: Interventions | None = None
+        marks = np.zeros(0, bool)
+        if experience.prior_data is not None:
+            self._prior, marks = _read_prior(experience, collector, ring.generator)
+        elif experience.takeover:
+            self._prior = _empty_prior(experience, collector, ring.generator)
+        if experience.takeover:
+            assert self._prior is not None
+            self._interventions = Interventions(ring, self._prior, experience.intervention_weight, marks)
         self.generator = ring.generator
         on_gpu = collector.device.type == "cuda"
         if experience.capture == "on" and not on_gpu:
@@ -78,7 +88,7 @@ class ReplayCollection(Collection):
         captures = on_gpu and experience.capture != "off"
         self._captured: CapturedUpdate | None = None
         self._captured_warmup: CapturedUpdate | None = None
-        self._num_moves = 0  # of the buffer, when the updates were recorded
+        self._layout = self._present_layout()  # of the buffers, when the updates were recorded
         if captures:
             self._reset_recordings()
         self._metrics: Metrics = {}
@@ -112,14 +122,20 @@ class ReplayCollection(Collection):
 
     def _reset_recordings(self) -> None:
         """Record the updates again, after the buffer moved in memory."""
-        self._num_moves = self.buffer.num_moves
+        self._layout = self._present_layout()
         self._captured = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
         self._captured_warmup = CapturedUpdate(self.algorithm, self, self.experience.batch_size)
+
+    def _present_layout(self) -> tuple[int, int, bool]:
+        """What a recorded update depends on: where buffers are in memory, and whether there is prior data."""
+        prior = self._prior
+        return self.buffer.num_moves, 0 if prior is None else prior.num_moves, bool(prior is not None and len(prior))
 
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Collect `num_vector_steps` since the last update; return False if `stop` became true first."""
         wanted = num_vector_steps - self.pending
-        return self.collector.collect(self.buffer, wanted, stop) == wanted
+        sink = self.buffer if self._interventions is None else self._interventions
+        return self.collector.collect(sink, wanted, stop) == wanted
 
     def batches(self, num_vector_steps: int) -> Iterator[Batch]:
         """Yield the batches that are due."""
@@ -144,7 +160,7 @@ class ReplayCollection(Collection):
         """Queue the updates that are due on the GPU, without waiting for them."""
         assert self._captured is not None
         assert self._captured_warmup is not None
-        if self.buffer.num_moves != self._num_moves:
+        if self._present_layout() != self._layout:
             self._reset_recordings()
         period, warmup = self.algorithm.period, self.experience.captured_warmup
         while self._due >= period:
@@ -170,7 +186,7 @@ class ReplayCollection(Collection):
 
     def sample(self, batch_size: int) -> Batch:
         """One batch, a part of it from the prior data."""
-        if self._prior is None:
+        if self._prior is None or not len(self._prior):
             return self.buffer.sample(batch_size)
         size = round(batch_size * self.experience.prior_fraction)
         return _side_by_side(self.buffer.sample(batch_size - size), self._prior.sample(size))
@@ -200,6 +216,8 @@ class ReplayCollection(Collection):
             self._num_env_steps, self._due = own["num_env_steps"], own["due"]
             self._random_left = own["random_left"]
             self._random.bit_generator.state = own["generator"]
+            if self._interventions is not None:
+                self._interventions.load_state_dict(own.get("interventions"))
         known = self.collector.load_state_dict(state)
         if not known:
             self.buffer.cut()
@@ -211,6 +229,7 @@ class ReplayCollection(Collection):
             "due": self._due,
             "random_left": self._random_left,
             "generator": self._random.bit_generator.state,
+            "interventions": None if self._interventions is None else self._interventions.state_dict(),
         }
 
     def _random_actions(self) -> np.ndarray | None:
@@ -226,8 +245,19 @@ class ReplayCollection(Collection):
         return self._random.uniform(self._action_space.low, self._action_space.high, shape).astype(np.float32)
 
 
-def _read_prior(experience: Replay, collector: Collector, generator: torch.Generator) -> TransitionRing:
-    """Load the dataset that batches are mixed with into memory."""
+def _empty_prior(experience: Replay, collector: Collector, generator: torch.Generator, size: int = 0) -> TransitionRing:
+    """Return a buffer for `size` transitions that batches are mixed with, and for those of a person."""
+    how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
+    most = size + (experience.buffer_size if experience.takeover else 0)
+    ring = TransitionRing(most, device=collector.device, generator=generator, **how)
+    ring.reserve(max(size, 1))
+    return ring
+
+
+def _read_prior(
+    experience: Replay, collector: Collector, generator: torch.Generator
+) -> tuple[TransitionRing, np.ndarray]:
+    """Load the dataset that batches are mixed with into memory; return which transitions an expert decided, too."""
     assert experience.prior_data is not None
     dataset = load_dataset(experience.prior_data)
     where, advice = (
@@ -239,8 +269,7 @@ def _read_prior(experience: Replay, collector: Collector, generator: torch.Gener
     size = len(dataset)
     if not size:
         raise InputError(f"prior_data: {experience.prior_data} has no transitions")
-    how: dict[str, Any] = {"n_step": experience.n_step, "gamma": experience.gamma, "returns": experience.returns}
-    ring = TransitionRing(size, device=collector.device, generator=generator, **how)
+    ring = _empty_prior(experience, collector, generator, size)
     marks, is_marked = [], False
     for index in range(dataset.num_episodes):
         before = len(ring)
@@ -249,11 +278,12 @@ def _read_prior(experience: Replay, collector: Collector, generator: torch.Gener
         marks.append(episode.marks[:: length if is_sparse else 1])
         is_marked = is_marked or episode.intervention is not None
     dataset.close()
-    if experience.intervention_weight != 1.0:
+    all_marks = np.concatenate(marks)
+    if experience.intervention_weight != 1.0 and (is_marked or not experience.takeover):
         if not is_marked:
             raise no_interventions()
-        ring.weight_interventions(np.concatenate(marks), experience.intervention_weight)
-    return ring
+        ring.weight_interventions(all_marks, experience.intervention_weight)
+    return ring, all_marks
 
 
 def _side_by_side(first: Batch, second: Batch) -> Batch:

@@ -215,7 +215,12 @@ def build_trainer(
             vector_env: VectorEnv = make_cluster_env(config, played_length, gamma)
         else:
             vector_env = make_vector_env(
-                config.env, chunk_length=played_length, gamma=gamma, device=config.device, tensors=True
+                config.env,
+                chunk_length=played_length,
+                gamma=gamma,
+                device=config.device,
+                tensors=True,
+                renders=config.algorithm.cfg.takes_over,
             )
         eval_env = eval_env or _evaluation_factory(config, chunk_length)
         video_env = partial(make_env, config.env, render_mode="rgb_array")

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 import gymnasium
 
 from deft.algorithms.algorithm import Algorithm
+from deft.algorithms.experience import Labels, Replay
 from deft.config.output_base import output_base
 from deft.config.settings import CurriculumConfig, TrainerConfig
 from deft.envs.host import on_host
@@ -31,6 +32,7 @@ from deft.runs import checkpoint
 from deft.runs.compute import is_small
 from deft.runs.logging import WINDOW
 from deft.runs.metric_ranges import ON_POLICY_RANGES, RangeWatch
+from deft.runs.operator import Operator
 from deft.runs.policy_spaces import PolicySpaces
 from deft.runs.random_state import EVALUATION_SEED, training_seed
 from deft.training.cluster.pool import ClusterEnv
@@ -41,6 +43,7 @@ from deft.training.experience import make_collection, steps_per_update
 from deft.training.lifecycle import RunSpec
 from deft.training.loop import Intervals, Metrics
 from deft.training.policy_loop import PolicyLoop
+from deft.training.takeover import Takeover, action_names
 
 log = logging.getLogger(__name__)
 OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
@@ -132,6 +135,9 @@ class Trainer(PolicyLoop):
         self.collection = make_collection(
             own, self.acting, algorithm, self.settings, env_seed, spec.fresh_policy, planned, spec.timeout
         )
+        experience = algorithm.experience
+        if isinstance(experience, Replay | Labels) and experience.takeover:
+            self._offer_takeover(experience.takeover_rate)
         self.curriculum = None
         if spec.curriculum is not None:
             self.curriculum = Curriculum(spec.curriculum, own, self.collection.paused)
@@ -187,6 +193,17 @@ class Trainer(PolicyLoop):
     def _num_envs(self) -> int:
         """Environments of all processes."""
         return self.env.num_envs * self.processes.count
+
+    def _offer_takeover(self, rate: float) -> None:
+        """Let a person act in the environments of this process, in the live view."""
+        if not self.spec.logging_config.view:
+            raise InputError("takeover: a person takes over in the live view; give --view too")
+        if isinstance(self.env, ClusterEnv) or self.processes.count > 1:
+            raise InputError("takeover: a person acts in environments of one process; use one, and collectors 'here'")
+        collector = self.collection.collector
+        names = action_names(collector.env)
+        operator = Operator(self.run.directory, names, collector.env.num_envs, rate)
+        collector.takeover = Takeover(collector.env, operator)
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 

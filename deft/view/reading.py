@@ -23,6 +23,7 @@ from deft.errors import DeftError
 from deft.evaluation.plots import METRICS_FILE
 from deft.ownership import record
 from deft.runs import live
+from deft.runs.operator import CONTROLS, FRAME, MOST_NUMBERS
 from deft.view.curves import Curve, panels
 
 CONFIG_FILES = ("config.yaml", "config.json")
@@ -107,6 +108,19 @@ class RunReader:
             path.touch()
             if is_new:
                 record(path)
+
+    def controls(self) -> dict[str, Any] | None:
+        """Return what a person can move in the environments of the run; None if nobody can take over."""
+        found = _read_json(self.folder / live.FOLDER / CONTROLS)
+        names, count = found.get("names"), _number(found.get("num_envs"))
+        if not isinstance(names, list) or not names or not isinstance(count, int):
+            return None
+        shown = [str(name)[:40] for name in names[:MOST_NUMBERS]]
+        return {"names": shown, "num_envs": count, "rate": _number(found.get("rate")) or 10.0}
+
+    def frame(self) -> dict[str, Any]:
+        """Return the latest frame of the environment that a person watches; empty if there is none."""
+        return _read_json(self.folder / live.FOLDER / FRAME)
 
     def media_file(self, folder: str, name: str) -> Path | None:
         """Return a file of the page; None unless it is one of `MEDIA`, inside the run directory."""
@@ -212,6 +226,8 @@ class RunReader:
             found[name] = curve.values[-1] if curve else None
         if is_running and progress.get("evaluating"):
             found["evaluating"] = progress["evaluating"]
+        if is_running:
+            found["controls"] = self.controls()
         if progress.get("tiles") and (self.folder / live.FOLDER / live.TILES).is_file():
             found["tiles"] = {**progress["tiles"], "time": progress.get("time")}
         return found

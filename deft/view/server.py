@@ -2,7 +2,8 @@
 
 It listens on 127.0.0.1, answers only requests for that host (a page of another site could otherwise reach it by DNS
 rebinding), and only below a secret path, which other users of the machine do not know. It serves the files of the page,
-and of a run: its metrics, the end of its log, tiles, samples and videos.
+and of a run: its metrics, the end of its log, tiles, samples and videos. One request changes something: `operate`
+writes what a person does who takes over an environment, in runs that offer it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.util
+import json
 import os
 import secrets
 import socket
@@ -19,11 +21,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from deft.config.command_settings import ViewConfig
 from deft.errors import InputError
 from deft.ownership import record
 from deft.runs import live
+from deft.runs.operator import parse_command, write_command
 from deft.view.reading import RunReader, find_runs, is_run
 
 HOST = "127.0.0.1"
@@ -31,6 +35,7 @@ PAGE = Path(__file__).with_name("page")
 PALETTE = Path(__file__).parents[1] / "evaluation" / "palette.css"
 TOKEN = "token"
 POLL = 2.0  # seconds between two requests of a page; view.js has the same
+MOST_BYTES = 4096  # of a command
 LAST_LOOK = 1.5 * POLL  # seconds that the server of a run waits at its end, so that open pages show it
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
@@ -194,12 +199,36 @@ def make_app(folder: Path, token: str) -> Any:
             raise HTTPException(404)
         return FileResponse(path)
 
+    async def operate(request: Request) -> Response:
+        """Take a person's command, and answer with the latest frame of the environment."""
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).hostname not in (HOST, "localhost"):
+            raise HTTPException(403)
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            raise HTTPException(415)
+        app.state.last_request = time.monotonic()
+        reader, body = reader_of(request), b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise HTTPException(413)
+        controls = reader.controls()
+        if controls is None:
+            return JSONResponse({"error": "nobody can take over in this run: it has ended, or has no --takeover"}, 409)
+        try:
+            command = parse_command(json.loads(body), controls)
+        except (ValueError, RecursionError) as error:
+            return JSONResponse({"error": str(error)}, 400)
+        write_command(reader.folder, command)
+        return JSONResponse(reader.frame())
+
     below = [
         Route("/", lambda request: FileResponse(PAGE / "index.html")),
         Route("/palette.css", lambda request: FileResponse(PALETTE)),
         Route("/data", data, middleware=[Middleware(GZipMiddleware)]),
         Route("/tiles.jpg", tiles),
         Route("/media/{folder}/{name}", media),
+        Route("/operate", operate, methods=["POST"]),
         Mount("/page", StaticFiles(directory=PAGE)),
     ]
     middleware = [

@@ -95,7 +95,7 @@ def test_updates_are_recorded_again_when_the_buffer_moves(tmp_path, monkeypatch)
 
     def reset():
         resets.append(len(collection.buffer))
-        collection._num_moves = collection.buffer.num_moves
+        collection._layout = collection._present_layout()
 
     monkeypatch.setattr(collection, "_reset_recordings", reset)
     start = collection.start

@@ -1,11 +1,15 @@
 """The page in a real browser: what a person sees of a run, and of what happens to it."""
 
+import contextlib
 import shutil
+import time
 
 import numpy as np
 import pytest
 from PIL import Image
 from viewed_runs import ENDED, TOKEN, append, make_run, served, write_live
+
+from deft.runs.operator import Command, Operator
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the extra `dev` has it)")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -149,3 +153,65 @@ def test_a_phone_in_both_schemes(tmp_path, open_page, scheme):
         assert page.evaluate("document.documentElement.scrollWidth") == 360  # nothing is wider than the screen
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(245, 247, 249)", "dark": "rgb(18, 23, 29)"}[scheme]
+
+
+def test_a_person_takes_over_with_keys(tmp_path, open_page):
+    run = make_run(tmp_path / "run")
+    write_live(run)
+    person = Operator(run, ["x", "y", "gripper"], 2, 20.0)
+    person.open()
+    with served(run) as port:
+        page = open_page(port)
+        sees(page, "training at full speed")
+        sees(page, "Space gripper")
+        assert person.poll() is None
+        page.locator("#watch").click()
+        command = polled(person, lambda found: found is not None)
+        assert command == Command(0, None)
+        image = np.full((8, 8, 3), 90, np.uint8)
+        person.show(
+            image, env=0, acts="policy", action=[0.0, 0.0, -1.0], text="reach the red cube", episodes=2, success=True
+        )
+        sees(page, "reach the red cube 2 episodes ended · the last one succeeded")
+        sync_api.expect(page.locator("#frame")).to_be_visible()
+        page.keyboard.press("Enter")
+        # The gripper stays closed, as the policy had it.
+        assert polled(person, lambda found: found.action is not None).action == (0.0, 0.0, -1.0)
+        page.keyboard.down("KeyW")
+        page.keyboard.down("KeyD")
+        assert polled(person, lambda found: found.action[0]).action == (1.0, -1.0, -1.0)
+        page.keyboard.down("ShiftLeft")
+        assert polled(person, lambda found: found.action[0] < 1).action == pytest.approx((0.3, -0.3, -1.0))
+        page.keyboard.up("ShiftLeft")
+        page.keyboard.up("KeyW")
+        page.keyboard.up("KeyD")
+        page.keyboard.press("Space")
+        assert polled(person, lambda found: found.action[2] > 0).action == (0.0, 0.0, 1.0)
+        person.show(image, env=0, acts="person", action=[0.0, 0.0, 1.0], text="", episodes=2, success=None)
+        sees(page, "you act")
+        page.keyboard.press("Escape")
+        assert polled(person, lambda found: found.action is None) == Command(0, None)
+        # A gamepad: its left stick forward and to the right; the button A moves the gripper.
+        page.evaluate(
+            "navigator.getGamepads = () => [{connected: true, axes: [0.5, -1, 0, 0], buttons: [{pressed: true}]}]"
+        )
+        page.keyboard.press("Enter")
+        # The first poll of the buttons sees A pressed: the gripper, open by now, closes.
+        assert polled(person, lambda found: found.action and found.action[0]).action == pytest.approx((1.0, -0.5, -1.0))
+        page.locator("#watch").click()
+        polled(person, lambda found: found is None)
+        sees(page, "training at full speed")
+        person.close()
+        sync_api.expect(page.locator("#takeover")).to_be_hidden(timeout=10_000)
+
+
+def polled(person, is_wanted, seconds=10.0):
+    """The first command of a page that is wanted."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        command = person.poll()
+        with contextlib.suppress(AttributeError, TypeError):  # nobody watches, or nobody acts
+            if is_wanted(command):
+                return command
+        time.sleep(0.02)
+    raise AssertionError(f"the last command is {command}")

@@ -15,6 +15,7 @@ from viewed_runs import ENDED, TOKEN, make_run, served, write_live
 from deft import cli
 from deft.config.settings import LoggingConfig
 from deft.errors import InputError
+from deft.runs.operator import Command, Operator
 from deft.view import process, server
 from deft.view.process import check_view, serving
 from deft.view.server import listen, token_of
@@ -45,6 +46,7 @@ def test_the_page_and_its_files(port):
     for path, kind in (
         ("", "text/html"), ("palette.css", "text/css"), ("page/view.css", "text/css"),
         ("page/uPlot.min.css", "text/css"),
+        ("page/takeover.js", "text/javascript"),
         ("page/view.js", "text/javascript"), ("page/uPlot.iife.min.js", "text/javascript"),
     ):  # fmt: skip
         answer, content = get(port, f"/{TOKEN}/{path}")
@@ -185,3 +187,50 @@ def test_bad_input_is_one_line(tmp_path, capsys, monkeypatch):
     assert "missing: no such directory" in error(tmp_path / "missing")  # what is wrong whatever is installed
     with pytest.raises(InputError, match="or leave --view out"):
         process.check_view(LoggingConfig(view=True))
+
+
+def post(port, body, path=f"/{TOKEN}/operate?run=.", kind="application/json", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, content, {"Host": "127.0.0.1", "Content-Type": kind, **headers})
+    answer = connection.getresponse()
+    found = answer.read()
+    connection.close()
+    return answer.status, found
+
+
+def test_a_person_takes_over(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_live(run)
+    command = {"mode": "act", "env": 1, "action": [0.5, -2]}
+    with served(run) as number:
+        assert post(number, command)[0] == 409  # the run does not offer it
+        assert json.loads(get(number, f"/{TOKEN}/data?run=.")[1])["controls"] is None
+        person = Operator(run, ["x", "gripper"], 2, 10.0)
+        person.open()
+        offered = json.loads(get(number, f"/{TOKEN}/data?run=.")[1])["controls"]
+        assert offered == {"names": ["x", "gripper"], "num_envs": 2, "rate": 10.0}
+        assert post(number, command) == (200, b"{}")  # no frame yet
+        assert person.poll() == Command(1, (0.5, -1.0))
+        person.show(None, env=1, acts="person")
+        assert json.loads(post(number, {"mode": "watch", "env": 1})[1])["acts"] == "person"
+        assert person.poll() == Command(1, None)
+        before = (run / "live" / "command.json").read_bytes()
+        for status, body, further in [
+            (400, {"mode": "act", "env": 1, "action": [1]}, {}),
+            (400, {"mode": "act", "env": 9, "action": [1, 1]}, {}),
+            (400, b'{"mode": ', {}),
+            (400, b"[" * 4000, {}),
+            (413, b" " * 5000, {}),
+            (403, command, {"Origin": "http://example.com"}),
+            (415, command, {"kind": "text/plain"}),
+            (404, command, {"path": "/operate?run=."}),
+            (404, command, {"path": f"/{TOKEN}/operate?run=.."}),
+            (400, command, {"Host": "example.com"}),
+        ]:
+            assert post(number, body, **further)[0] == status, (body, further)
+        assert get(number, f"/{TOKEN}/operate?run=.")[0].status == 405
+        assert (run / "live" / "command.json").read_bytes() == before
+        assert post(number, command, Origin=f"http://127.0.0.1:{number}")[0] == 200
+        person.close()
+        assert post(number, command)[0] == 409

@@ -48,6 +48,14 @@ def action_size(control_mode: str) -> int:
     return CONTROL_MODES[check_mode(control_mode)] + 1
 
 
+def action_names(control_mode: str) -> tuple[str, ...]:
+    """Return what each dim of the native action moves."""
+    number = CONTROL_MODES[check_mode(control_mode)]
+    joints = tuple(f"joint {index + 1}" for index in range(number))
+    arm = joints if control_mode == "delta_qpos" else ("x", "y", "z", "roll", "pitch", "yaw")[:number]
+    return (*arm, "gripper")
+
+
 def padded_index(control_mode: str) -> np.ndarray:
     """Return the index of each dim of the native action in the padded one."""
     return np.array([*range(CONTROL_MODES[check_mode(control_mode)]), GRIPPERS["left"]])

@@ -21,7 +21,7 @@ from deft.envs.checks import check_choice, check_render_mode, check_whole
 from deft.envs.spaces import LETTERS, image_space, vector_space
 from deft.envs.spaces import action_space as unit_action_space
 from deft.envs.tabletop import expert, panda
-from deft.envs.tabletop.control import ArmController, action_size, hand_down
+from deft.envs.tabletop.control import ArmController, action_names, action_size, hand_down
 from deft.envs.tabletop.model import noise_tiles
 from deft.envs.tabletop.scene import DomainRandomization, Scene, draw_scene, flicker, noise_colours
 from deft.envs.tabletop.simulation import Simulation
@@ -241,6 +241,10 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             colours = noise_colours(simulation.scene, self._elapsed_steps)
             simulation.model.geom_rgba[noise_tiles(simulation.model), :3] = colours
         return dict(zip(cameras, simulation.images(cameras, size), strict=True))
+
+    def action_names(self) -> tuple[str, ...]:
+        """Return what each action dim moves: `x` is away from the robot, `y` to its left, `z` up; or joints."""
+        return action_names(self.settings.control_mode)
 
     def expert_action(self, target: int | None = None) -> np.ndarray:
         """Return a scripted action for the task; for `random_exploration` one towards random positions.

@@ -247,6 +247,7 @@ async function show(run) {
   find("name").textContent = run.name;
   setState(run.state, run.evaluating ? "evaluating" : "");
   showRuns(run.runs);
+  offerTakeover(run.controls || null, chosen);
   if (run.state === "removed") {
     notice("The run directory was removed. The page shows what was read before.");
     return;

@@ -251,6 +251,12 @@ class WarpTabletopEnv(VectorEnv):
         """Explain in one line why the state cannot be saved; None if it can."""
         return None
 
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Call a method that is the same for every environment: `action_names`."""
+        if name != "action_names":
+            return super().call(name, *args)
+        return [self._template.action_names()] * self.num_envs
+
     def close(self) -> None:
         """Stop the processes that draw scenes. Further calls do nothing."""
         if not self._closed:
