@@ -14,6 +14,8 @@ For each seed, from one teacher:
     noise       a student for each of `--rewards` in scenes of which half have a patch of random colours: how often the
                 patch is in view, against the student before training
     speed       env steps per second of a student's iteration, on `--vector` and in worker processes
+    policy      a world model used for a policy: `vision_results.py`, camera encoders trained on video before imitation
+                against imitation alone, on held-out scenes; `--demonstrations 0`: not
 
 What is known is in RESULTS/results.json at once, by seed and stage; a stopped program continues with the stage in which
 it stopped, and a stopped run from its last checkpoint. Other flags are settings of `deft train all`.
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vision_results
 from common import machine, print_table
 
 from deft.config.f1_settings import PhaseConfig
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--evaluation-seed", type=int, default=4000, help="of the held-out scenes")
     parser.add_argument("--results", type=Path, default=Path("outputs/phases_gpu"))
     parser.add_argument("--tables", action="store_true", help="print what is known, and train nothing")
+    vision_results.add_settings(parser)
     arguments, flags = parser.parse_known_args()
     path = arguments.results / "results.json"
     results: dict[str, Any] = read_json(path) or {"machine": machine(), "seeds": {}}
@@ -133,6 +137,8 @@ def run_seed(
         for reward in arguments.rewards:
             stage(f"noise {reward}", lambda reward=reward: train_with_noise(config, teacher, reward, root, arguments))
     stage("speed", lambda: speeds(config, root))
+    if arguments.demonstrations:
+        stage("policy", lambda: vision_results.train_seed(config.training.seed, root / "policy", arguments))
 
 
 # -- phase 2 ---------------------------------------------------------------------------------------------------------
@@ -336,7 +342,12 @@ def bars(seeds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         speed = known.get("speed", {})
         if len(speed) > 1:
             add("env steps per second, of worker processes'", seed, max(speed.values()) / speed["process"], 20.0)
-    return found
+    return found + vision_results.bars(policies(seeds))
+
+
+def policies(seeds: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What is known of the stage `policy`, by seed."""
+    return {seed: known["policy"] for seed, known in seeds.items() if "policy" in known}
 
 
 def show(seeds: dict[str, dict[str, Any]]) -> None:
@@ -367,6 +378,9 @@ def show(seeds: dict[str, dict[str, Any]]) -> None:
     if rows:
         header = ["seed", "world model", "moved: nats", "PSNR", "last frame", "10 ahead", "last frame", "rest: nats"]
         print_table([*header, "free motion: nats"], rows)
+        print()
+    if known_policies := policies(seeds):
+        vision_results.print_success(known_policies)
         print()
     for bar in bars(seeds):
         state = "reached" if bar["reached"] else "MISSED"

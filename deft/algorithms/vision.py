@@ -71,16 +71,18 @@ class Vision(ActorAlgorithm):
 
     @torch.no_grad()
     def validate(self, batches: Sequence[Mapping[Any, Any]]) -> Metrics:
-        """Mean losses and accuracies over the rows of the batches; a small last batch has fewer alternatives."""
+        """Mean losses and accuracies over all rows, in as many batches, each with rows of all episodes.
+
+        The given batches have consecutive rows: frames of one scene, which are no alternatives to each other.
+        """
         totals: Metrics = {}
-        rows = 0
-        for batch in batches:
+        rows = sum(len(batch[schema.ACTION]) for batch in batches)
+        for number in range(len(batches)):
+            batch = _every(batches, number)
             loss, metrics = self._losses(batch)
-            count = len(batch[schema.ACTION])
-            rows += count
             for name, value in {**metrics, "bc_loss": loss}.items():
-                totals[name] = totals.get(name, 0.0) + value * count
-        return {name: total / rows for name, total in totals.items()}
+                totals[name] = totals.get(name, 0.0) + value * len(batch[schema.ACTION]) / rows
+        return totals
 
     def _losses(self, batch: Mapping[Any, Any]) -> tuple[Tensor, Metrics]:
         """The loss, and its parts with the fraction of rows in which the right answer has the highest score."""
@@ -109,6 +111,13 @@ class Vision(ActorAlgorithm):
         if mask is None:
             return unit
         return (unit.unflatten(1, (mask.shape[1], -1)) * mask.unsqueeze(-1)).flatten(1)
+
+
+def _every(parts: Sequence[Any], first: int) -> Any:
+    """Every n-th row of n batches together, from row `first` on; of each tensor in nested mappings."""
+    if isinstance(parts[0], Mapping):
+        return {name: _every([part[name] for part in parts], first) for name in parts[0]}
+    return torch.cat(list(parts))[first :: len(parts)]
 
 
 def _measure(name: str, logits: Tensor, right: Tensor) -> Metrics:

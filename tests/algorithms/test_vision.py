@@ -141,6 +141,19 @@ def test_it_learns_where_things_are_and_what_they_are_called():
     assert (positions - expected[:, None]).abs().amax(-1).amin(1).max() < 0.25
 
 
+def test_validation_mixes_the_rows_of_its_batches():
+    """Rows 0, 2 and 1, 3 of two batches of two: consecutive rows are frames of one scene."""
+    vision = Vision(make_policy(), VisionSettings(batch_size=2, num_negatives=1))
+    rows = squares(4, seed=3)
+
+    def pick(value, which):
+        return {key: pick(one, which) for key, one in value.items()} if isinstance(value, dict) else value[which]
+
+    found = vision.validate([pick(rows, [0, 1]), pick(rows, [2, 3])])
+    losses = [vision._losses(pick(rows, which))[0] for which in ([0, 2], [1, 3])]
+    torch.testing.assert_close(found["bc_loss"], torch.stack(losses).mean())
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 

@@ -29,13 +29,16 @@ def test_all_stages_and_again_from_where_it_stopped(benchmark, monkeypatch, tmp_
     checkpoint.save_checkpoint(teacher, 8, policy.state_dict(), {"phase": "teacher"}, {})
     (teacher / "f1_config.json").write_text(json.dumps(to_dict(policy.config)))
     arguments = f"--teacher {teacher} --results {tmp_path / 'out'} --seeds 4 --rewards excess --episodes 3 {TINY}"
-    lengths = "--student-episodes 1 --noise-episodes 1 --iterations 1"
+    lengths = "--student-episodes 1 --noise-episodes 1 --iterations 1 --methods sft vision"
+    imitated = {"episodes": 100, "tasks": {}, "demonstration_steps": 12_000, "video_steps": 0}
+    known = {"sft": {**imitated, "success": 0.4}, "vision": {**imitated, "success": 0.52}}
+    monkeypatch.setattr(benchmark.vision_results, "train_seed", lambda *given: known)  # has a test of its own
     monkeypatch.setattr(sys, "argv", ["phases_gpu.py", *arguments.split(), *lengths.split()])
     benchmark.main()
     path = tmp_path / "out" / "results.json"
     found = json.loads(path.read_text())
     seed = found["seeds"]["4"]
-    stages = {"student excess", "game", "random", "world models", "noise excess", "speed"}
+    stages = {"student excess", "game", "random", "world models", "noise excess", "speed", "policy"}
     assert stages <= seed.keys()
     assert seed["chosen"] == "excess"
     assert set(seed["world models"]) == {"teacher", "random", "game"}
@@ -52,6 +55,8 @@ def test_all_stages_and_again_from_where_it_stopped(benchmark, monkeypatch, tmp_
     lower = next(bar for bar in found["bars"] if "than with random data" in bar["what"])
     assert lower["value"] == pytest.approx(100 * (1 - moved["game"] / moved["random"]))
     assert lower["reached"] == (lower["value"] >= 5)
+    added = next(bar for bar in found["bars"] if "that vision adds" in bar["what"])
+    assert (round(added["value"], 6), added["reached"]) == (12, True)
     # stopped before the last stage: only that is run again
     del seed["speed"]
     path.write_text(json.dumps(found))
