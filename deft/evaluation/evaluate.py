@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 VIDEO_EPISODES = 5  # at most, of those that are evaluated
 VIDEO_OUTCOMES = 3  # successes, and as many failures
 FIRST_HELD_OUT_SEED = 2**30  # of evaluations in environments with splits, and in suites
+TIME_LIMIT = "max_episode_steps"
 
 
 @trust.takes_remote_code
@@ -232,8 +233,10 @@ def env_of_run(
     """The environment that a policy acts in: as the flags define it, and otherwise as in the policy's run.
 
     The run's constructor arguments, stream names, time limit and reward weights apply if it is the run's environment.
-    `settings` are further fields of `EnvConfig`.
+    A time limit among `kwargs` replaces that of the run. `settings` are further fields of `EnvConfig`.
     """
+    if max_episode_steps is None:
+        max_episode_steps = kwargs.get(TIME_LIMIT)
     own = None if run is None else run.env
     env_id = env or (None if own is None else own.id)
     if env_id is None:
@@ -244,6 +247,8 @@ def env_of_run(
         max_episode_steps = own.max_episode_steps if max_episode_steps is None else max_episode_steps
         settings.setdefault("reward_weights", getattr(own, "reward_weights", {}))
         settings["suite_path"] = settings.get("suite_path") or own.suite_path
+    if max_episode_steps is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name != TIME_LIMIT}
     return EnvConfig(
         id=env_id, kwargs=dict(kwargs), rename_streams=names, max_episode_steps=max_episode_steps, **settings
     )

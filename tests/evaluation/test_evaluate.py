@@ -165,6 +165,13 @@ def test_the_run_keeps_its_arguments_in_its_own_environment():
     assert env_of_run(config, "CartPole-v1", {}).kwargs == {}
 
 
+def test_a_time_limit_that_is_given_replaces_that_of_the_run():
+    trained = RunConfig(env=EnvConfig(id="tabletop", max_episode_steps=100))
+    played = env_of_run(trained, None, {"max_episode_steps": 150})
+    assert (played.max_episode_steps, played.kwargs) == (150, {})
+    assert env_of_run(trained, None, {}).max_episode_steps == 100
+
+
 def test_a_policy_of_other_spaces_is_described_with_both(tmp_path, capsys):
     """CartPole-v1: 4 numbers and 2 actions; Pendulum-v1: 3 numbers, actions of 1 number."""
     train = "--total-timesteps 16 --rollout-steps 16 --eval-freq 0 --console-level CRITICAL --no-tensorboard"
