@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
+from deft.algorithms.action_critic import ActionCritic
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.policy_gradient import OLD_LOG_PROB, Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import generalized_advantage, returns_so_far
@@ -45,6 +46,8 @@ class PPO(PolicyGradient):
     def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or PPOSettings(), seed)
         self._held = self._held_in_warmup() if self.settings.value_warmup else []
+        self.action_critic = ActionCritic(policy, seed) if self.settings.action_critic_coef else None
+        policy.reparameterizes = self.action_critic is not None
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
@@ -74,6 +77,7 @@ class PPO(PolicyGradient):
         metrics = self._metrics(epochs.losses, epochs.first, rollout, epochs.ended_early)
         if not warms_up:  # else the policy has not moved, and its KL says nothing
             self._adapt_learning_rate(metrics["approx_kl"])
+        metrics |= epochs.kept
         if self.auxiliary is not None:
             rows = rollout.select(schema.OBSERVATION).flatten(0, 1)
             metrics |= self.auxiliary.update(rows, self.generator, self.progress)
@@ -84,17 +88,34 @@ class PPO(PolicyGradient):
         """What an update trains on: the rollout with advantages."""
         schema.check_scalars(rollout)
         self._schedule_learning_rate()
-        return Epochs(self._with_advantages(rollout))
+        epochs = Epochs(self._with_advantages(rollout))
+        if self.action_critic is not None:
+            assert epochs.data is not None
+            self.action_critic.processes = self.processes
+            epochs.kept |= self.action_critic.learn(epochs.data)
+        return epochs
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared state and the carried returns."""
         carried = self.running_return
-        return super().state_dict() | {"running_return": None if carried is None else carried.cpu()}
+        own = None if self.action_critic is None else self.action_critic.state_dict()
+        return super().state_dict() | {
+            "running_return": None if carried is None else carried.cpu(),
+            "action_critic": own,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         super().load_state_dict(state)
         self.running_return = state["running_return"]
+        saved, critic = state.get("action_critic"), self.action_critic
+        if (saved is None) != (critic is None):
+            raise InputError(
+                f"action_critic_coef was {'0' if saved is None else 'above 0'} in this run: leave it as it was, or "
+                "start a new run with --model_path"
+            )
+        if saved is not None and critic is not None:
+            critic.load_state_dict(saved)
 
     # -- warm-up of the value ------------------------------------------------------------------------------------------
 
@@ -262,6 +283,10 @@ class PPO(PolicyGradient):
         if not self._warms_up:
             # The gradient of min(r A, clip(r) A) is that of r A where that is the smaller one, and 0 elsewhere.
             loss = loss - self._over_tokens(ratio * (advantage * (plain <= clipped)))
+            if self.action_critic is not None:  # for actions whose probability has moved little
+                better = self.action_critic.improvement(minibatch[schema.OBSERVATION], scored)
+                is_near = (found - 1).abs() <= settings.clip_range
+                loss = torch.sub(loss, better * is_near, alpha=settings.action_critic_coef)
             if settings.entropy_coef:
                 loss = torch.sub(loss, scored["entropy"], alpha=settings.entropy_coef)
         return loss.mean(), {

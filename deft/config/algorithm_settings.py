@@ -91,6 +91,8 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """KL divergence per update of the adaptive schedule."""
     behavior_weight_cap: Positive = 5.0
     """Largest importance weight of a transition collected by an older policy (VLA mode)."""
+    action_critic_coef: NonNegative = 0.0
+    """Weight of the gradient of a critic of actions that reads the streams of `critic_observation`; 0: none."""
     denoising_discount: Fraction = 1.0
     """With `ratio token`: discount of the advantage for each denoising step before the last one (DPPO)."""
 
@@ -98,6 +100,8 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     def _denoising_steps_are_tokens(self) -> PPOSettings:
         if self.denoising_discount != 1 and self.ratio != "token":
             raise ValueError("denoising_discount: weighs single denoising steps; give ratio token")
+        if self.action_critic_coef and self.ratio == "token":
+            raise ValueError("action_critic_coef: needs ratio step")
         return self
 
 

@@ -331,6 +331,10 @@ class ActorCritic(Policy):
         log_prob, entropy = self.head.score(output, action, mask, sample)
         value = self._privileged_value(td) if self.critic_streams else value.squeeze(-1)
         scored = {"log_prob": log_prob, "entropy": entropy, "value": value}
+        if self.reparameterizes:
+            unit = self.to_unit(action)
+            mean, _ = self._box_head.gaussian(output)
+            scored["reparameterized"] = self.executed(unit + (mean - mean.detach()))
         if self.reports_tokens and (tokens := self.head.token_log_prob(output, action, mask, sample)) is not None:
             scored["token_log_prob"] = tokens
         return scored
@@ -372,6 +376,10 @@ class ActorCritic(Policy):
     def to_unit(self, action: Tensor) -> Tensor:
         """Actions in the environment's units as unit actions, a chunk in one row […, K · A]."""
         return self._box_head.to_unit(action.flatten(-2) if self.chunk_length > 1 else action)
+
+    def executed(self, unit: Tensor) -> Tensor:
+        """Unit actions as the environment clips them."""
+        return self._box_head.executed(unit)
 
     def from_unit(self, unit: Tensor) -> Tensor:
         """Unit actions as actions in the environment's units."""

@@ -30,6 +30,19 @@ class Chunks(nn.Module):
         """Log-probs [B, K] of each step, and the entropy [B]; over the dims where `mask` [B, K, A] is True."""
         raise TypeError(type(self).__name__)
 
+    def reparameterize(self, features: Tensor, actions: Tensor) -> Tensor:
+        """The actions [B, K, A] themselves, as functions of the features with the noise of each held fixed."""
+        raise InputError(
+            f"action_critic_coef: {type(self).__name__} has no actions with a gradient; use a Gaussian head, or 0"
+        )
+
+    def alternatives(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The actions with other values in a dim that has a few, [B, n, K, A], and the probabilities of these, [B, n].
+
+        None if there is no such dim.
+        """
+        return None
+
     def noise_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the logarithms of standard deviations that do not depend on the observation."""
         yield from ()

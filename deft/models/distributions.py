@@ -74,6 +74,10 @@ class BoxHead(ActionHead, ActionScale):
         """The most likely unit action."""
         raise TypeError(type(self).__name__)
 
+    def executed(self, unit: Tensor) -> Tensor:
+        """Unit actions as the environment executes them."""
+        return unit
+
     def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-deviation of the Gaussian behind the actions, before any squashing."""
         raise TypeError(type(self).__name__)
@@ -178,14 +182,18 @@ class GaussianHead(BoxHead):
         """The outputs are the mean."""
         return output, self.log_std
 
+    def executed(self, unit: Tensor) -> Tensor:
+        """Unit actions as the environment clips them."""
+        return into_box(unit) if self.is_bounded else unit
+
     def mean(self, output: Tensor) -> Tensor:
         """The outputs, clipped as by the environment."""
-        return into_box(output) if self.is_bounded else output
+        return self.executed(output)
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Mean plus deviation times noise, clipped as by the environment, with the density before clipping."""
         drawn, log_prob = super().rsample(output, count)
-        return into_box(drawn) if self.is_bounded else drawn, log_prob
+        return self.executed(drawn), log_prob
 
 
 class MemberHead(BoxHead):

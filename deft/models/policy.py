@@ -70,6 +70,10 @@ class Policy(nn.Module):
     """Names of the observation's streams that it reads; None: all that it was made for."""
     reports_tokens: bool = False
     """Set by an algorithm that needs `token_log_prob` [B, tokens] from `evaluate_actions`, where a policy has it."""
+    reparameterizes: bool = False
+    """Set by an algorithm that needs the stored actions as functions of the weights from `evaluate_actions`:
+    `reparameterized`, rows of unit actions [B, A] whose noise is held fixed; and for dims that are drawn from a few
+    values, `alternatives` [B, n, A], which differ in one such dim, and `alternative_probs` [B, n]."""
     critic_streams: tuple[str, ...] = ()
     """Names of the streams that V alone reads (`critic_observation`); an observation without them is enough to act."""
     critic: PrivilegedValue | None
@@ -103,6 +107,10 @@ class Policy(nn.Module):
         super().__init__()
         self.reward_normalizer = None
         self.critic = None
+
+    def executed(self, unit: Tensor) -> Tensor:
+        """Unit actions as the environment executes them: clipped, if the action range is bounded."""
+        raise InputError(f"{type(self).__name__} has no unit actions")
 
     # -- privileged streams --------------------------------------------------------------------------------------------
 

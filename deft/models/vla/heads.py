@@ -82,6 +82,11 @@ class GaussianChunks(Chunks):
         entropy = _real((0.5 * variances.log() + (0.5 + HALF_LOG_2PI)).expand_as(mean), mask)
         return self._log_prob(mean, actions, mask).sum(2), entropy.sum((1, 2))
 
+    def reparameterize(self, features: Tensor, actions: Tensor) -> Tensor:
+        """μ plus the noise that the actions have."""
+        mean = self.mean(features)
+        return actions + (mean - mean.detach())
+
     def _steps(self) -> list[tuple[Tensor, Tensor]]:
         """σ_k² + v and g of each step, [A]."""
         own, common = self.deviations
@@ -192,6 +197,19 @@ class SwitchedChunks(Chunks):
         if mask is not None:
             switch_entropy = switch_entropy.masked_fill(~mask[:, 0, self.dims], 0.0)
         return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + switch_entropy.sum(1)
+
+    def reparameterize(self, features: Tensor, actions: Tensor) -> Tensor:
+        """The other dims as by their head; a switch has no gradient."""
+        moved = actions.clone()
+        moved[..., self.rest] = self.others.reparameterize(features, actions[..., self.rest])
+        return moved
+
+    def alternatives(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Each sequence of each switch, the other switches and dims as they are: n = switches · 2K."""
+        changed = actions[:, None, None].repeat(1, len(self.dims), len(self.ways), 1, 1)  # [B, S, 2K, K, A]
+        for number, dim in enumerate(self.dims):
+            changed[:, number, :, :, dim] = self.ways.to(actions)
+        return changed.flatten(1, 2), self._log_probs(features).exp().flatten(1)
 
     @property
     def noise_shape(self) -> tuple[int, int] | None:

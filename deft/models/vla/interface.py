@@ -140,6 +140,17 @@ class BaseVLAModel(nn.Module, ABC):
         """Return what `evaluate` returns, with the log-probs of the parts of a decision (tokens, steps): [B, n]."""
         raise TypeError(f"{type(self).__name__} does not define evaluate_tokens")
 
+    def evaluate_path(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
+    ) -> tuple[Tensor, ...]:
+        """Return what `evaluate` returns, and the actions as functions of the weights with their noise held fixed.
+
+        With dims that have a few values also `alternatives` of the actions and their probabilities: see `Chunks`.
+        """
+        raise InputError(
+            f"action_critic_coef: {type(self).__name__} has no actions with a gradient; it is for vla-tiny: use 0"
+        )
+
     def set_precision(self, dtype: torch.dtype) -> None:
         """Compute most of the forward pass in `dtype`, and log-probs, entropy and value in float32."""
         raise InputError(

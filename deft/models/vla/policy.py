@@ -175,6 +175,14 @@ class VLAPolicy(ActionScale, Policy):
             if td.get(schema.SAMPLE, None) is None:
                 raise InputError(f"{self.model_name} needs the sample of an action to score it; no `sample` is stored")
             keywords["sample"] = td[schema.SAMPLE]
+        if self.reparameterizes:
+            log_prob, entropy, value, path, *others = self.model.evaluate_path(observations, action, **keywords)
+            scored = {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(1)}
+            scored["reparameterized"] = self.executed(path.flatten(1))
+            if others:
+                scored["alternatives"] = self.executed(others[0].flatten(2))
+                scored["alternative_probs"] = others[1]
+            return scored
         by_token = self.reports_tokens and overrides(self.model, "evaluate_tokens")
         method = "evaluate_tokens" if by_token else self._score_method
         evaluate = self.model.evaluate_tokens if by_token else self.model.evaluate
@@ -303,7 +311,7 @@ class VLAPolicy(ActionScale, Policy):
         unit = self.model(state.observation, deterministic=True)
         self._check_action(f"the action of {self.model_name}.forward", unit, len(state.observation))
         self._check_gradient("its most likely action", unit)
-        return self._clipped(unit.flatten(1)).unsqueeze(0)
+        return self.executed(unit.flatten(1)).unsqueeze(0)
 
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
         """Log-density of unit actions by the model's `evaluate_actions`."""
@@ -356,7 +364,7 @@ class VLAPolicy(ActionScale, Policy):
         With the density of the clipped action an entropy bonus would reward samples far outside, where it is small.
         """
         samples, log_prob = self._sample(state, count)
-        return self._clipped(samples).unsqueeze(1), log_prob.unsqueeze(1)
+        return self.executed(samples).unsqueeze(1), log_prob.unsqueeze(1)
 
     def denoise(
         self,
@@ -442,7 +450,7 @@ class VLAPolicy(ActionScale, Policy):
         """Return how the action range differs from a Box."""
         return super().misfit(space, weights) if self.has_box else None
 
-    def _clipped(self, unit: Tensor) -> Tensor:
+    def executed(self, unit: Tensor) -> Tensor:
         """Unit actions as the environment clips them; without a scale the model's actions have no known bounds."""
         return into_box(unit) if self.has_box or not self.is_unit else unit
 

@@ -280,8 +280,27 @@ class TinyVLAModel(StreamVLA):
             raise InputError(
                 f"the actions of a {self.head_name} head have no log-prob of their own: score its chain (`sample`)"
             )
+        return self._scored(self._features_of(observations, sample), actions, action_mask, sample)
+
+    def evaluate_path(
+        self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
+    ) -> tuple[Tensor, ...]:
+        """As `evaluate`, the actions with the gradient of their means, and those with other switches."""
+        features, chunk = self._features_of(observations, sample), self.chunk(actions)
+        tokens, entropy, value = self._scored(features, actions, action_mask, sample)
+        path = self.head.reparameterize(self._for_head(features), chunk)
+        others = self.head.alternatives(self._for_head(features), chunk)
+        return tokens.sum(1), entropy, value, path, *(() if others is None else others)
+
+    def _features_of(self, observations: TensorDictBase, sample: Sample) -> Tensor:
+        """Features of observations, from what `act` encoded if the sample has it."""
         encoded = None if sample is None else sample.get(schema.LATENT, None)
-        features = self.features(observations) if encoded is None else self.trunk_features(encoded)
+        return self.features(observations) if encoded is None else self.trunk_features(encoded)
+
+    def _scored(
+        self, features: Tensor, actions: Tensor, action_mask: Tensor | None, sample: Sample
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs [B, K], entropy [B] and value [B, 1]."""
         chunk, mask = self.chunk(actions), self.real(action_mask)
         tokens, entropy = self.head.score(self._for_head(features), chunk, mask, sample)
         return tokens, entropy, self.value_of(features)

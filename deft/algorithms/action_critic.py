@@ -1,0 +1,126 @@
+"""A critic of actions beside PPO: A(s, a) of the privileged streams, whose gradient trains the policy.
+
+PPO's own gradient multiplies the noise of an action by its advantage. One number says little about the 16 of a chunk,
+and a vision encoder that learns from it needs tens of millions of frames. The critic reads a small vector that
+describes the scene (`critic_observation`), so it soon predicts which actions are good there. Its gradient by the action
+then says for each frame where a better action lies: interpolated policy gradients (Gu et al., 2017) with an asymmetric
+critic. Only training needs it; the policy never reads what it reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from deft import schema
+from deft.algorithms import optimization
+from deft.errors import InputError
+from deft.models.mlp import BatchedMLP
+from deft.models.policy import Policy
+
+NUM_NETWORKS = 4  # their mean is the advantage: errors of single ones cancel
+HIDDEN_SIZES = (256, 256, 256)
+LEARNING_RATE = 5e-4
+NUM_ROLLOUTS = 16  # the last ones, on which it is trained
+NUM_UPDATES = 32  # gradient steps for each rollout
+BATCH_SIZE = 4096
+LARGEST_ADVANTAGE = 5.0  # in standard deviations; larger ones are clipped
+
+
+class ActionCritic:
+    """A = mean_i f_i(s, a), trained by the mean of (f_i(s, a) − Â)² over the last rollouts.
+
+    Â = (GAE − mean) / deviation, of the rollout that a transition belongs to.
+    """
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        if policy.critic is None:
+            raise InputError(
+                "action_critic_coef: a critic of actions reads streams that the policy does not; name them with "
+                "critic_observation, or use action_critic_coef 0"
+            )
+        if policy.recurrent or not policy.is_continuous:
+            raise InputError(
+                "action_critic_coef: is for continuous actions of a policy without memory; use action_critic_coef 0"
+            )
+        self.policy: Any = policy
+        self.encoder = policy.critic.encoder
+        self.device = next(policy.parameters()).device
+        self.generator = torch.Generator().manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inputs = self.encoder.dim + policy.center.numel()
+            self.networks = BatchedMLP(NUM_NETWORKS, inputs, HIDDEN_SIZES, 1, layer_norm=True).to(self.device)
+        self.optimizer = optimization.make_optimizer(self.networks.parameters(), LEARNING_RATE)
+        self.rollouts: list[tuple[Tensor, ...]] = []
+        """Of each of the last rollouts: features of the critic [n, S], unit actions [n, A], advantages [n]."""
+        self.processes: optimization.SharedTraining | None = None
+
+    def improvement(self, observation: Any, scored: dict[str, Tensor]) -> Tensor:
+        """What the policy is to increase, [B], in standard deviations of the advantage; scored by `evaluate_actions`.
+
+        A(s, a) through the actions, with their noise held fixed; and for each dim with a few values Σ_v p(v) A(s, a_v).
+        """
+        if "reparameterized" not in scored:
+            raise InputError(
+                f"action_critic_coef: the actions of {type(self.policy).__name__} have no gradient; use vla-tiny or a "
+                "Gaussian policy, or action_critic_coef 0"
+            )
+        features = self.encoder(observation)
+        found = self._outputs(features, scored["reparameterized"], frozen=True).mean(0)
+        if "alternatives" not in scored:
+            return found
+        others, probabilities = scored["alternatives"], scored["alternative_probs"]
+        with torch.no_grad():
+            repeated = features.repeat_interleave(others.shape[1], 0)
+            values = self._outputs(repeated, others.flatten(0, 1), frozen=True).mean(0).view_as(probabilities)
+        return found + (probabilities * values).sum(1)
+
+    def learn(self, rollout: TensorDictBase) -> dict[str, Tensor]:
+        """Add a rollout [T, N] with advantages and train; return how well they were predicted before."""
+        keys = (schema.OBSERVATION, schema.ACTION, schema.ADVANTAGE)
+        rows = rollout.select(*keys).flatten(0, 1).to(self.device)
+        with torch.no_grad():
+            deviation, mean = torch.std_mean(rows[schema.ADVANTAGE])
+            advantage = (rows[schema.ADVANTAGE] - mean) / (deviation + 1e-8)
+            advantage = advantage.clamp(-LARGEST_ADVANTAGE, LARGEST_ADVANTAGE)
+            features = self.encoder(rows[schema.OBSERVATION])
+            unit = self.policy.executed(self.policy.to_unit(rows[schema.ACTION]).flatten(1))
+            before = self._outputs(features, unit, frozen=True).mean(0)
+            correlation = torch.corrcoef(torch.stack([before, advantage]))[0, 1].nan_to_num()
+        self.rollouts = [*self.rollouts, (features, unit, advantage)][-NUM_ROLLOUTS:]
+        columns = [torch.cat(parts) for parts in zip(*self.rollouts, strict=True)]
+        size, losses = min(BATCH_SIZE, len(columns[0])), []
+        for _ in range(NUM_UPDATES):
+            chosen = torch.randint(len(columns[0]), (size,), generator=self.generator).to(self.device)
+            losses.append(self._step(*(column[chosen] for column in columns)))
+        return {"action_critic_loss": torch.stack(losses).mean(), "action_critic_correlation": correlation}
+
+    def _outputs(self, features: Tensor, unit: Tensor, frozen: bool) -> Tensor:
+        """f_i, [networks, B]."""
+        return self.networks(torch.cat([features, unit], 1).unsqueeze(0), frozen=frozen).squeeze(-1)
+
+    def _step(self, features: Tensor, unit: Tensor, advantage: Tensor) -> Tensor:
+        loss = (self._outputs(features, unit, frozen=False) - advantage).square().mean()
+        optimization.backward(loss, self.optimizer)
+        optimization.apply_gradients(self.optimizer, processes=self.processes)
+        return loss.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to continue bit for bit, with the last rollouts."""
+        return {
+            "networks": {name: value.cpu() for name, value in self.networks.state_dict().items()},
+            "optimizer": optimization.optimizer_state(self.optimizer),
+            "generator": self.generator.get_state(),
+            "rollouts": [[column.cpu() for column in columns] for columns in self.rollouts],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.networks.load_state_dict(state["networks"])
+        optimization.load_optimizer_state(self.optimizer, state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.rollouts = [tuple(column.to(self.device) for column in columns) for columns in state["rollouts"]]

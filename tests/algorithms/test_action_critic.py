@@ -1,0 +1,247 @@
+"""The critic of actions: what it predicts, where its gradient goes, and that PPO learns by it and resumes with it."""
+
+import copy
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from tensordict import TensorDict
+
+from deft import PPOTrainer, RLConfig, schema
+from deft.algorithms import action_critic
+from deft.algorithms.action_critic import ActionCritic
+from deft.algorithms.ppo import PPO
+from deft.config.algorithm_settings import PPOSettings
+from deft.config.settings import PolicyConfig
+from deft.errors import InputError
+from deft.models.actor_critic import ActorCritic
+from deft.models.vla.heads import GaussianChunks, SwitchedChunks
+from deft.models.vla.policy import VLAPolicy
+from deft.models.vla.tiny import TinyVLAModel
+
+SPACE = spaces.Dict({"sensor": spaces.Box(-9, 9, (2,)), "number": spaces.Box(-1, 1, (2,))})
+BOX = spaces.Box(-1, 1, (2,))
+
+
+@pytest.fixture(autouse=True)
+def small_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(action_critic, "HIDDEN_SIZES", (32, 32))
+    monkeypatch.setattr(action_critic, "BATCH_SIZE", 256)
+    monkeypatch.setattr(action_critic, "LEARNING_RATE", 3e-3)
+
+
+def make_policy(**changes: Any) -> ActorCritic:
+    torch.manual_seed(0)
+    config = PolicyConfig(critic_observation=("number",), hidden_sizes=(16, 16), log_std_init=-1.0, **changes)
+    return ActorCritic(SPACE, BOX, config)
+
+
+def make_rollout(policy: Any, count: int = 512, seed: int = 0, noise: float = 0.0) -> TensorDict:
+    """One step each: the advantage is −|a − number|² plus noise, and the sensor shows the number with noise."""
+    torch.manual_seed(seed)
+    number = torch.rand(1, count, 2) * 2 - 1
+    observation = TensorDict({"sensor": number + 0.3 * torch.randn(1, count, 2), "number": number}, [1, count])
+    td = TensorDict({schema.OBSERVATION: observation}, [1, count])
+    with torch.no_grad():
+        row = policy.act(td[0].clone())
+    td = row.unsqueeze(0)
+    executed = td[schema.ACTION].clamp(-1, 1)
+    reward = -(executed - number).square().sum(-1) + noise * torch.randn(1, count)
+    td[schema.ADVANTAGE] = td[schema.NEXT_REWARD] = reward
+    td[schema.NEXT_TERMINATED] = td[schema.NEXT_TRUNCATED] = torch.ones(1, count, dtype=torch.bool)
+    td[schema.NEXT_VALUE] = torch.zeros(1, count)
+    td[schema.POLICY_VERSION] = torch.zeros(1, count, dtype=torch.int64)
+    td[schema.STEP_MASK] = torch.ones(1, count, dtype=torch.bool)
+    return td
+
+
+def test_it_learns_which_actions_are_better_in_a_scene() -> None:
+    policy = make_policy()
+    critic = ActionCritic(policy, seed=0)
+    first = critic.learn(make_rollout(policy, seed=0))
+    for seed in range(1, 12):
+        found = critic.learn(make_rollout(policy, seed=seed))
+    assert abs(first["action_critic_correlation"]) < 0.5
+    assert found["action_critic_correlation"] > 0.9
+    rows = make_rollout(policy, seed=99)[0]
+    unit = rows[schema.ACTION].clamp(-1, 1).requires_grad_()
+    critic.improvement(rows[schema.OBSERVATION], {"reparameterized": unit}).sum().backward()
+    true = -2 * (unit.detach() - rows[schema.OBSERVATION, "number"])  # the gradient of −|a − number|²
+    assert torch.cosine_similarity(unit.grad, true, dim=1).mean() > 0.9
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in policy.parameters())
+
+
+def test_it_remembers_the_last_rollouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(action_critic, "NUM_ROLLOUTS", 2)
+    policy = make_policy()
+    critic = ActionCritic(policy, seed=0)
+    rollouts = [make_rollout(policy, 8, seed) for seed in range(3)]
+    for rollout in rollouts:
+        critic.learn(rollout)
+    assert [len(advantage) for _, _, advantage in critic.rollouts] == [8, 8]
+    torch.testing.assert_close(critic.rollouts[0][1], rollouts[1][schema.ACTION][0].clamp(-1, 1))
+
+
+def test_reparameterized_actions_have_the_gradient_of_the_mean() -> None:
+    head = GaussianChunks(3, 2, 1, -1.0, -1.0, "absolute")
+    features, actions = torch.randn(4, 3), torch.randn(4, 2, 1)
+    moved = head.reparameterize(features, actions)
+    torch.testing.assert_close(moved, actions)  # the same actions, as functions of the weights
+    moved.sum().backward()
+    # μ = W f + b, so that d Σ a / d b = the number of rows, for each number of the chunk
+    torch.testing.assert_close(head.out.bias.grad, torch.full((2,), 4.0))
+
+
+def test_alternatives_of_a_switch_by_hand() -> None:
+    head = SwitchedChunks(GaussianChunks(3, 2, 1, -1.0, -1.0, "absolute"), 3, 2, 2, [1])
+    head.out.weight.data.zero_()
+    head.out.bias.data.copy_(torch.log(torch.tensor([0.1, 0.2, 0.3, 0.4])))
+    actions = torch.tensor([[[0.5, 1.0], [0.6, 1.0]]])
+    changed, probabilities = head.alternatives(torch.randn(1, 3), actions)
+    # Sequences of two steps: closed, opened once (1, −1), open, and closed then opened (−1, 1); dim 0 stays.
+    expected = [[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]
+    torch.testing.assert_close(changed[0, :, :, 1], torch.tensor(expected))
+    torch.testing.assert_close(changed[0, :, :, 0], torch.tensor([[0.5, 0.6]] * 4))
+    torch.testing.assert_close(probabilities, torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
+    moved = head.reparameterize(torch.randn(1, 3), actions)
+    torch.testing.assert_close(moved, actions)
+
+
+def test_the_value_of_alternatives_is_weighed_by_their_probabilities() -> None:
+    critic = ActionCritic(make_policy(), seed=0)
+    # A(s, a) = a_0: the sum over two alternatives with a_0 = 1 and −1 is p − (1 − p), beside a_0 of the action itself.
+    critic._outputs = lambda features, unit, frozen: unit[:, 0].expand(4, -1)  # type: ignore[method-assign]
+    logit = torch.tensor(0.0, requires_grad=True)
+    share = torch.sigmoid(logit)  # ½
+    scored = {
+        "reparameterized": torch.tensor([[0.3, 0.0]]),
+        "alternatives": torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]]),
+        "alternative_probs": torch.stack([share, 1 - share]).unsqueeze(0),
+    }
+    observation = TensorDict({"sensor": torch.zeros(1, 2), "number": torch.zeros(1, 2)}, [1])
+    found = critic.improvement(observation, scored)
+    assert found.item() == pytest.approx(0.3)
+    found.sum().backward()
+    assert logit.grad is not None
+    assert logit.grad.item() == pytest.approx(2 * 0.25)  # d(2p − 1)/d logit = 2 p (1 − p)
+
+
+def test_its_gradient_is_nearer_to_the_true_one_than_that_of_ppo() -> None:
+    policy = make_policy()
+    algorithm = PPO(policy, PPOSettings(action_critic_coef=10.0, value_warmup=0), seed=0)
+    for seed in range(8):
+        algorithm.action_critic.learn(make_rollout(policy, 512, seed, noise=2.0))
+    rows = make_rollout(policy, 64, seed=99, noise=2.0)[0]
+    rows[schema.VALUE_TARGET] = rows[schema.NEXT_REWARD]
+    trained = list(policy.towers.parameters())  # without the deviation, which only PPO trains
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        return torch.cat([part.flatten() for part in found if part is not None])
+
+    scored = policy.evaluate_actions(rows)
+    wanted = gradient((scored["reparameterized"] - rows[schema.OBSERVATION, "number"]).square().sum(1).mean())
+    similarities = []
+    for coef in (0.0, 10.0):
+        algorithm.settings.action_critic_coef = coef
+        loss, _ = algorithm._loss(policy.evaluate_actions(rows), rows)
+        similarities.append(float(torch.cosine_similarity(gradient(loss), wanted, dim=0)))
+    # 64 rewards with noise of 2 say little; the critic has averaged 4096 of them
+    assert similarities[0] < 0.7
+    assert similarities[1] > 0.9
+
+
+def test_ppo_trains_a_vla_with_switches_by_it_and_resumes() -> None:
+    sizes = {"action_dim": 2, "chunk_length": 2, "image_keys": ["rgb"], "image_size": 16, "cell": 4, "width": 16}
+    space = spaces.Dict({"rgb": spaces.Box(0, 255, (3, 16, 16), np.uint8), "number": spaces.Box(-1, 1, (2,))})
+    torch.manual_seed(0)
+    model = TinyVLAModel(**sizes, proprio_key=None, instruction_key=None, switch_dims=[-1])
+    config = PolicyConfig(critic_observation=("number",))
+    box = spaces.Box(-1, 1, (2, 2))
+    policy = VLAPolicy(model, observation_space=space, action_space=box, config=config)
+    algorithm = PPO(policy, PPOSettings(action_critic_coef=1.0, batch_size=8, n_epochs=1), seed=0)
+
+    def rollout(seed: int, version: int) -> TensorDict:
+        torch.manual_seed(seed)
+        images = torch.randint(0, 255, (8, 3, 16, 16), dtype=torch.uint8)
+        td = TensorDict({schema.OBSERVATION: TensorDict({"rgb": images, "number": torch.rand(8, 2)}, [8])}, [8])
+        with torch.no_grad():
+            policy.act(td)
+        td[schema.NEXT_REWARD] = td[schema.ACTION].sum((1, 2))
+        td[schema.NEXT_TERMINATED] = td[schema.NEXT_TRUNCATED] = torch.ones(8, dtype=torch.bool)
+        td[schema.NEXT_VALUE] = torch.zeros(8)
+        td[schema.POLICY_VERSION] = torch.full((8,), version)
+        td[schema.STEP_MASK] = torch.ones(8, dtype=torch.bool)
+        return td.unsqueeze(0)
+
+    algorithm.update(iter([rollout(0, 0)]))
+    saved, weights = copy.deepcopy(algorithm.state_dict()), copy.deepcopy(policy.state_dict())
+    data = rollout(1, 1)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    metrics = algorithm.update(iter([data.clone()]))
+    assert {"action_critic_loss", "action_critic_correlation"} <= set(metrics)
+    assert not torch.equal(before["model.head.out.weight"], policy.state_dict()["model.head.out.weight"])
+
+    again = VLAPolicy(copy.deepcopy(model), observation_space=space, action_space=box, config=config)
+    again.load_state_dict(weights)
+    resumed = PPO(again, PPOSettings(action_critic_coef=1.0, batch_size=8, n_epochs=1), seed=5)
+    resumed.load_state_dict(saved)
+    resumed.update(iter([data.clone()]))
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    for own, theirs in zip(resumed.action_critic.rollouts, algorithm.action_critic.rollouts, strict=True):
+        assert all(torch.equal(*columns) for columns in zip(own, theirs, strict=True))
+
+
+def test_what_it_cannot_do_is_said_in_one_line() -> None:
+    plain = ActorCritic(SPACE, BOX, PolicyConfig())
+    with pytest.raises(InputError, match=r"action_critic_coef: .*name them with critic_observation"):
+        PPO(plain, PPOSettings(action_critic_coef=1.0))
+    remembers = make_policy(memory_hidden=4)
+    with pytest.raises(InputError, match="action_critic_coef: is for continuous actions of a policy without memory"):
+        PPO(remembers, PPOSettings(action_critic_coef=1.0))
+    with pytest.raises(ValueError, match="action_critic_coef: needs ratio step"):
+        PPOSettings(action_critic_coef=1.0, ratio="token")
+    without = PPO(make_policy(), PPOSettings())
+    with_critic = PPO(make_policy(), PPOSettings(action_critic_coef=1.0))
+    with pytest.raises(InputError, match="action_critic_coef was 0 in this run"):
+        with_critic.load_state_dict(without.state_dict())
+    with pytest.raises(InputError, match="action_critic_coef was above 0 in this run"):
+        without.load_state_dict(with_critic.state_dict())
+    token = TinyVLAModel(action_dim=2, chunk_length=2, image_keys=["rgb"], image_size=16, cell=4, head="token")
+    with pytest.raises(InputError, match="action_critic_coef: TokenChunks has no actions with a gradient"):
+        token.head.reparameterize(torch.zeros(1, 256), torch.zeros(1, 2, 2))
+
+
+class Guess(gymnasium.Env):
+    """The action should match a number that the policy observes with noise, and the critic without."""
+
+    observation_space, action_space = SPACE, BOX
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.number = self.np_random.uniform(-1, 1, 2).astype(np.float32)
+        return self.observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observe(), -float(np.square(action - self.number).sum()), True, False, {}
+
+    def observe(self) -> dict[str, np.ndarray]:
+        sensor = self.number + self.np_random.normal(0, 0.3, 2)
+        return {"sensor": sensor.astype(np.float32), "number": self.number}
+
+
+def test_it_is_a_setting_of_a_run_and_of_its_checkpoints(tmp_path: Any) -> None:
+    given = {"critic_observation": ("number",), "action_critic_coef": 5.0, "rollout_steps": 64, "tensorboard": False}
+    config = RLConfig(total_timesteps=128, output_dir=str(tmp_path / "run"), **given)
+    trainer = PPOTrainer(env=Guess(), config=config)
+    trainer.train()
+    trainer.close()
+    longer = RLConfig(total_timesteps=256, output_dir=str(tmp_path / "run"), resume=str(tmp_path / "run"), **given)
+    trainer = PPOTrainer(env=Guess(), config=longer)
+    trainer.train()
+    assert len(trainer.trainer.algorithm.action_critic.rollouts) == 4
+    trainer.close()
