@@ -27,7 +27,12 @@ from typing import Any, NamedTuple
 from common import last_checkpoint, machine, print_machine, print_table, share_over_seeds
 from headline import COLUMNS, Bench, curve, over_seeds
 
-IMAGES = ["--env-kwargs", "observation=images"]
+PLAIN = ["task_weights=null", "domain_randomization=null", "max_episode_steps=150"]  # the environment by default
+IMAGES = ["--env-kwargs", "observation=images", *PLAIN]
+SHORT_NAMES = 'domain_randomization={"short_name_rate": 0.5}'
+# as in the recipe, whose arguments flags replace
+TRAINED = ["--env-kwargs", "observation=privileged", 'task_weights={"place": 2, "push": 1.5}', SHORT_NAMES]
+DEMONSTRATED = ['task_weights={"place": 2.5, "push": 1.5}', SHORT_NAMES]
 LABELS = "sft-labels"
 
 
@@ -44,7 +49,7 @@ RUNS = {
     "sparse": Run(
         "PPO, reward = success only",
         "sft",
-        ["--recipe", "tabletop-ppo", "--env-kwargs", "observation=privileged", "reward=sparse"],
+        ["--recipe", "tabletop-ppo", *TRAINED, "reward=sparse"],
     ),
     "grpo": Run("GRPO, dense reward", "sft", ["--recipe", "tabletop-grpo"]),
     "labels": Run(
@@ -56,7 +61,7 @@ RUNS = {
         [
             *("--recipe", "tabletop-ppo", "--model_path", "null", "--model", "vla-tiny", "--chunk_length", 4),
             *("--vla-model-config", "switch_dims=[-1]", "--exploration_scale", 1),
-            *("--env-kwargs", "observation=privileged", "task=all"),
+            *(*TRAINED, "task=all"),
         ],
     ),
 }
@@ -77,7 +82,7 @@ class GPUBench(Bench):
             (LABELS, "labelled", "tabletop-sft-labels"),
         ):
             demos = folder / f"{observation}-v0"
-            expert = ["--env", "tabletop", "--task", "all", "--env-kwargs", f"observation={observation}"]
+            expert = ["--env", "tabletop", "--task", "all", "--env-kwargs", f"observation={observation}", *DEMONSTRATED]
             expert += ["--policy", "expert", "--noise", 0.3, "--episodes", given.demonstrations, "--num_envs", 8]
             expert += ["--seed", 1_000_000 * seed, "--out", demos]
             taken[f"demos-{name}"] = self.step(seed, f"demos-{name}", "collect", *expert)
