@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.experience import DatasetBatches, Experience
-from deft.config.algorithm_settings import HeldOutSettings, OfflineSettings
+from deft.config.algorithm_settings import OfflineSettings
+from deft.config.groups import HeldOutSettings
 from deft.data.datasets.dataset import Dataset
 
 PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}

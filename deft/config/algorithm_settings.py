@@ -318,23 +318,7 @@ class ImitationSettings(OfflineSettings, groups.MicroBatchSettings):
 
 
 @settings
-class HeldOutSettings:
-    """Episodes that are held out of training on a dataset."""
-
-    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Fraction of the episodes to hold out for `val_loss`; 0: none."""
-    early_stopping: NonNegativeInt = 0
-    """Stop after this many epochs without a lower `val_loss`; 0: never."""
-
-    @model_validator(mode="after")
-    def _something_ends_it(self) -> Self:
-        if self.early_stopping and not self.val_fraction:
-            raise ValueError(f"early_stopping {self.early_stopping}: needs a val_loss; give val_fraction above 0")
-        return self
-
-
-@settings
-class SFTSettings(ImitationSettings, HeldOutSettings):
+class SFTSettings(ImitationSettings, groups.HeldOutSettings):
     """Supervised fine-tuning (behaviour cloning)."""
 
 
@@ -387,7 +371,7 @@ class RecapSettings(groups.TakeoverSettings, RecapOfflineSettings):
 
 
 @settings
-class RewardModelSettings(OfflineSettings, HeldOutSettings):
+class RewardModelSettings(OfflineSettings, groups.HeldOutSettings):
     """Reward model: a classifier of frames that show success."""
 
     label: Literal["terminated", "reward"] = "terminated"
@@ -400,7 +384,7 @@ class RewardModelSettings(OfflineSettings, HeldOutSettings):
 
 
 @settings
-class VisionSettings(OfflineSettings, HeldOutSettings):
+class VisionSettings(OfflineSettings, groups.HeldOutSettings):
     """Vision: self-supervised training of camera encoders on video."""
 
     batch_size = Field(64, description="Transitions per batch; the next images of all others are the alternatives.")

@@ -8,7 +8,7 @@ names them in `UNIT`, which the help texts of its frequencies show.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -384,6 +384,22 @@ class RewardModelConfig:
     """Probability above which a frame shows success."""
     terminates: Switch = False
     """Let a predicted success end the episode for the learner; the environment is not reset."""
+
+
+@settings
+class HeldOutSettings:
+    """Episodes that are held out of training on a dataset."""
+
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Fraction of the episodes to hold out for `val_loss`; 0: none."""
+    early_stopping: NonNegativeInt = 0
+    """Stop after this many epochs without a lower `val_loss`; 0: never."""
+
+    @model_validator(mode="after")
+    def _something_ends_it(self) -> Self:
+        if self.early_stopping and not self.val_fraction:
+            raise ValueError(f"early_stopping {self.early_stopping}: needs a val_loss; give val_fraction above 0")
+        return self
 
 
 @settings

@@ -161,7 +161,8 @@ class PolicyActor:
         if not policy.can_inpaint or policy.noise_shape is None:
             raise InputError(
                 f"real-time chunking: {type(policy).__name__} has no denoising chain that can be guided; use one with "
-                "--distribution flow or diffusion, vla-tiny with head=flow or head=diffusion, pi0, pi05 or smolvla"
+                "--distribution flow or diffusion, vla-tiny with head=flow or head=diffusion, or pi0, pi05, smolvla, "
+                "groot or diffusion-policy"
             )
         td = self._inputs(observation, np.arange(count), None)
         state = policy.encode_to_act(td[schema.OBSERVATION])
