@@ -64,7 +64,7 @@ METHODS = {
         "the scripted expert labels every state that DAgger visits; positions of objects and goals are labels of SFT "
         "and DAgger",
         1,  # a checkpoint has all labels
-        120_000,
+        100_000,
         True,
     ),
     "ppo": Method(
@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--horizon", type=int, default=400, help="time limit of the episodes of the table")
     parser.add_argument("--training-horizon", type=int, default=200, help="time limit of the episodes of training")
     parser.add_argument("--image-size", type=int, default=128, help="a multiple of 16")
-    parser.add_argument("--rendering", default="fast", help="suite, light or fast")
+    parser.add_argument("--rendering", default="light", help="suite, light or fast")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
     parser.add_argument("--cores", type=int, default=2, help="that a run may use")
     parser.add_argument("--device", default="cpu")

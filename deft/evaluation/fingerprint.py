@@ -132,13 +132,14 @@ def measure(
                 env.get_wrapper_attr("scale_gravity")(gravity)
             for name in played:
                 progress(len(found), len(tasks), name)
-                found[name] = _measured(env, len(found), gravity)
+                has_expert = suite.fingerprint_expert and env.has_wrapper_attr(EXPERT_METHOD)
+                found[name] = _measured(env, len(found), gravity, has_expert)
         finally:
             close_env(env)
     return found
 
 
-def _measured(env: gymnasium.Env, seed: int, gravity: float | None) -> dict[str, Any]:
+def _measured(env: gymnasium.Env, seed: int, gravity: float | None, has_expert: bool) -> dict[str, Any]:
     """Return the fingerprint of one episode."""
     _observe(env, True)
     observation, _ = env.reset(seed=seed)
@@ -148,7 +149,7 @@ def _measured(env: gymnasium.Env, seed: int, gravity: float | None) -> dict[str,
     return {
         "state": [round(float(x), 6) for key in sorted(values) for x in _state(values[key])],
         "image": [round(float(x)) for key in sorted(values) for x in _thumbnail(values[key])],
-        **_play(env, 0.0 if gravity is None else ACTION_NOISE, gravity or 1.0),
+        **_play(env, has_expert, 0.0 if gravity is None else ACTION_NOISE, gravity or 1.0),
     }
 
 
@@ -211,9 +212,8 @@ def _thumbnail(value: np.ndarray) -> np.ndarray:
     return np.stack(squares, axis=1).ravel()
 
 
-def _play(env: gymnasium.Env, noise: float, scale: float) -> dict[str, Any]:
+def _play(env: gymnasium.Env, has_expert: bool, noise: float, scale: float) -> dict[str, Any]:
     """Play the episode; return its return, length and success. Other scales draw other noise."""
-    has_expert = env.has_wrapper_attr(EXPERT_METHOD)
     generator, noises = np.random.default_rng(SEED), np.random.default_rng(int(scale * 1e9))
     space: Any = env.action_space
     total, length, is_over = 0.0, 0, False

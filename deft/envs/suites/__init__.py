@@ -70,6 +70,8 @@ class Suite:
     """The group that `deft suite check` plays in one environment; by default each task in an environment of its own."""
     fingerprint_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of its environment."""
+    fingerprint_expert: bool = True
+    """Whether the scripted expert plays its episodes, if there is one; an expert may amplify rounding."""
     lock_file: Path | None = None
     """By default `NAME.lock` in this package."""
     fingerprint_file: Path | None = None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,7 @@ from gymnasium import spaces
 
 from deft.envs.checks import check_choice, check_image_size, check_render_mode
 from deft.envs.suites import Suite
+from deft.envs.suites.pusht_expert import PushPlanner
 from deft.schema import HEAD_RGB, INSTRUCTION, STATE
 
 TASK, TEXT = "push-t", "Push the T-shaped block onto the T-shaped target."
@@ -29,6 +31,7 @@ SUITE = Suite(
     protocol="an episode succeeds when the block covers more than 95 % of the target",
     scripted_kwargs={"observation": "state"},
     fingerprint_kwargs={"observation": "privileged"},
+    fingerprint_expert=False,  # it chooses among pushes by simulated results, which rounding changes
 )
 
 
@@ -56,6 +59,7 @@ class PushTEnv(gymnasium.Env):
         self._simulator = Simulator("state", "rgb_array", observation_width=size, observation_height=size)
         self.render_mode, self.instruction, self.observes = render_mode, TEXT, True
         self._observation, self._size = observation, size
+        self._planner = PushPlanner(self._simulator, partial(Simulator, "state"))
         self._raw = np.zeros(5)
         self.action_space = spaces.Box(0.0, SIDE, (2,), np.float32)
         high = np.array([SIDE, SIDE, SIDE, SIDE, 2 * np.pi], np.float32)
@@ -72,6 +76,7 @@ class PushTEnv(gymnasium.Env):
         """Start an episode."""
         super().reset(seed=seed)
         self._raw, _ = self._simulator.reset(seed=seed, options=options)
+        self._planner.reset()
         return self.observe(), {"task": TASK, "instruction": TEXT}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -79,6 +84,10 @@ class PushTEnv(gymnasium.Env):
         self._raw, reward, terminated, _, found = self._simulator.step(np.asarray(action, np.float64))
         info = {"task": TASK, "instruction": TEXT, "success": bool(found["is_success"]), "coverage": found["coverage"]}
         return self.observe(), float(reward), bool(terminated), False, info
+
+    def expert_action(self) -> np.ndarray:
+        """Return the next position of a planned push."""
+        return self._planner.action().astype(np.float32)
 
     def observe(self) -> dict[str, Any]:
         """Return the present observation; without an image while `observes` is false."""

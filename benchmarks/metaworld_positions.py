@@ -1,0 +1,130 @@
+"""How accurately a MetaWorld policy sees, and how accurately its tasks must be seen.
+
+    python benchmarks/metaworld_positions.py RUN --tasks reach-v3 push-v3    errors of the positions that it predicts
+    python benchmarks/metaworld_positions.py --expert                        success of experts with wrong positions
+
+RUN is a run or checkpoint of vla-tiny that was trained with position labels. It acts in four environments of each task,
+and its predictions are compared with the labels at every decision. The experts read the positions of the objects and of
+the goal with an error that is drawn per episode (standard deviation σ) and per four steps (σ / 2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from common import REPOSITORY, print_machine, print_table, worker_environment
+
+ERRORS = (0.0, 0.005, 0.01, 0.02)  # σ in metres
+EPISODES, STEPS, ENVS, CHUNK = 10, 300, 4, 4
+NAMES = ("object x, y, z", "second object x, y, z", "goal x, y, z")
+EXPERT = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from deft.envs.suites.metaworld import PLACES, MetaWorldEnv
+warnings.filterwarnings("ignore")
+task, episodes, steps, chunk = sys.argv[2], *map(int, sys.argv[3:6])
+generator, env, found = np.random.default_rng(0), MetaWorldEnv(task, observation="state"), []
+for sigma in map(float, sys.argv[6:]):
+    count = 0
+    for episode in range(episodes):
+        env.reset(seed=episode)
+        bias = generator.normal(0, sigma, len(PLACES))
+        for step in range(steps):
+            if step % chunk == 0:
+                error = bias + generator.normal(0, sigma / 2, len(PLACES))
+            raw = env._raw
+            env._raw = raw.copy()
+            env._raw[PLACES] += np.where(raw[PLACES] != 0, error, 0)
+            action = env.expert_action()
+            env._raw = raw
+            if env.step(action)[2]:
+                count += 1
+                break
+    found.append(str(count))
+print(*found)
+"""
+
+
+def expert_successes(task: str) -> list[str]:
+    """Successes of the expert of a task for each of ERRORS, in the suite's interpreter."""
+    from deft.envs.suites import find_suite
+    from deft.envs.suites.install import python_of
+
+    words = [str(python_of(find_suite("metaworld"))), "-c", EXPERT, REPOSITORY, task, EPISODES, STEPS, CHUNK, *ERRORS]
+    done = subprocess.run(
+        list(map(str, words)), env=worker_environment(1), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def position_errors(run: Path, task: str, num_steps: int) -> list[str]:
+    """Mean absolute errors in centimetres of the predicted positions of one task."""
+    import numpy as np
+    import torch
+
+    from deft import schema
+    from deft.config.settings import EnvConfig
+    from deft.data.tensors import policy_inputs
+    from deft.envs.make import make_vector_env
+    from deft.evaluation.evaluate import find_run, load_policy
+    from deft.evaluation.rollouts import PolicyActor
+
+    folder, config = find_run(run)
+    kwargs = {**config.env.kwargs, "observation": "labelled"}
+    env_config = EnvConfig(id=f"metaworld/{task}", kwargs=kwargs)
+    built_for = make_vector_env(env_config, num_envs=1, chunk_length=config.policy.chunk_length)
+    policy: Any = load_policy(folder, config, built_for, "cpu").eval()
+    built_for.close()
+    env = make_vector_env(env_config, num_envs=ENVS)
+    actor, model = PolicyActor(policy, ENVS, env.action_mask, deterministic=True), policy.model
+    observation, found = env.reset(10_000_000), []
+    with torch.inference_mode():
+        for _ in range(num_steps):
+            due = np.flatnonzero(actor.is_due)
+            if len(due):
+                streams = policy_inputs(observation, torch.device("cpu"), None, None, None)[schema.OBSERVATION]
+                predicted = model.places_scale.inverse(model.found(model.encode_observations(streams)))
+                labels = np.asarray(observation["places"])
+                found.append((predicted[:, : labels.shape[1]].numpy() - labels)[due])
+            step = env.step(actor.act(observation))
+            actor.ended(step.done_index)
+            observation = step.observation
+    env.close()
+    means = 100 * np.abs(np.concatenate(found)).mean(0)
+    return [" ".join(f"{value:.1f}" for value in part) for part in np.split(means, len(NAMES))]
+
+
+def main() -> int:
+    """The table that is asked for."""
+    from deft.envs.suites import find_suite
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--expert", action="store_true")
+    parser.add_argument("--tasks", nargs="+", help="by default those of MT10")
+    parser.add_argument("--steps", type=int, default=100, help="of each environment")
+    given = parser.parse_args()
+    if (given.run is None) != given.expert:
+        parser.error("give a run, or --expert")
+    suite = find_suite("metaworld")
+    suite.check_installed("benchmarks/metaworld_positions.py")
+    tasks = given.tasks or suite.tasks_of("metaworld/MT10")
+    print_machine()
+    if given.expert:
+        print_table(
+            [f"successes of {EPISODES}", *(f"σ = {1000 * error:g} mm" for error in ERRORS)],
+            [[task, *expert_successes(task)] for task in tasks],
+        )
+    else:
+        rows = [[task, *position_errors(given.run, task, given.steps)] for task in tasks]
+        print_table(["mean absolute error, cm", *NAMES], rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
