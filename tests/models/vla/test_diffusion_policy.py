@@ -13,6 +13,7 @@ from torch import nn
 
 from deft import VLAPolicy, load_vla_model, schema
 from deft.errors import InputError
+from deft.models.inpainting import Inpainting
 from deft.models.vla.diffusion_network import (
     ResidualBlock,
     SpatialSoftmax,
@@ -229,3 +230,48 @@ def test_keywords_that_do_not_fit_are_rejected() -> None:
         load_vla_model(None, "diffusion-policy", new | {"noise_min": 0})
     with pytest.raises(InputError, match="it reads the robot's state, and there is none"):
         load_vla_model(None, "diffusion-policy", new | {"proprio_key": None})
+
+
+@pytest.fixture(params=["sample", "epsilon"])
+def gaussian(request: Any, tmp_path: Path) -> Any:
+    """A policy whose network is the exact denoiser of actions ~ N(0, s²), s = 0.5, each number by itself.
+
+    Â(x) = c x with c = α s² / (α² s² + σ²), or ε̂(x) = σ x / (α² s² + σ²).
+    """
+    made = load("diffusion-policy", diffusion_folder(tmp_path / "policy", prediction_type=request.param))
+
+    def predict(x: torch.Tensor, time: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        signal = made.signal[int(time[0]) + 1]
+        factor = 0.25 * signal.sqrt() if request.param == "sample" else (1 - signal).sqrt()
+        return x * factor / (0.25 * signal + 1 - signal)
+
+    made.backbone.forward = predict
+    made.condition = lambda given: torch.zeros(len(given), made.backbone.feature_dim)
+    return made
+
+
+def test_one_step_is_guided_as_computed_by_hand(gaussian: Any) -> None:
+    steps = gaussian.steps(observations())[0]
+    last, (horizon, dims) = gaussian.num_steps - 1, gaussian.noise_shape
+    x = 0.2 * torch.randn(3, horizon, dims, generator=torch.Generator().manual_seed(1))
+    target, weights = torch.full_like(x, 0.6), torch.rand(1, horizon, 1, generator=torch.Generator().manual_seed(2))
+    end = steps(True, torch.ones(1, horizon, dims, dtype=torch.bool), Inpainting(target, weights))(x, last)[0]
+    signal = gaussian.signal[gaussian.times[last]]
+    c = signal.sqrt() * 0.25 / (0.25 * signal + 1 - signal)
+    # Â' = Â + λ c W (Y − Â) with Â = c x and λ = min(5, 1 / α); the last step ends there
+    expected = c * x + min(5.0, float(1 / signal.sqrt())) * c * weights * (target - c * x)
+    torch.testing.assert_close(end, expected.clamp(-1, 1))
+
+
+def test_guidance_moves_the_frozen_steps_alone(gaussian: Any) -> None:
+    """Numbers are independent for this network: those without weight are those of the chain without guidance."""
+    seen, noise = observations(), torch.randn(3, *gaussian.noise_shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        plain = gaussian.denoise(seen, noise)
+        target = 0.5 * torch.ones_like(plain)
+        weights = torch.zeros(1, plain.shape[1], 1)
+        weights[:, 0] = 1.0
+        guided = gaussian.denoise(seen, noise, inpainting=Inpainting(target, weights))
+    torch.testing.assert_close(guided[:, 1:], plain[:, 1:])
+    before, after = ((target - part)[:, 0].abs() for part in (plain, guided))
+    assert float(after.mean()) < 0.3 * float(before.mean())
