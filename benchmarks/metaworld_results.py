@@ -102,8 +102,8 @@ class MetaWorldBench(Bench):
         taken["sft"] = self.train(seed, "sft", *sft, "--save_freq", 2, *shlex.split(given.sft))
         steps = given.steps or method.steps
         online = ["--recipe", method.recipe, "--env", env_id, "--model_path", folder / "sft"]
-        limit = f"max_episode_steps={given.training_horizon}"  # successes are shorter; failures cost most of the time
-        online += ["--env-kwargs", *images, f"observation={method.observation}", limit]
+        online += ["--env-kwargs", *images, f"observation={method.observation}"]
+        online += ["--max_episode_steps", given.training_horizon]  # successes are shorter; failures cost the most time
         online += ["--total_timesteps", steps, "--num_envs", given.num_envs, "--num_workers", self.width]
         online += ["--eval_freq", 0, "--save_freq", max(1, steps // method.num_saves), "--keep_checkpoints", 1]
         if method.uses_demonstrations:

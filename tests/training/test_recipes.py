@@ -24,10 +24,17 @@ DATASET = [*TINY, "--eval-freq", "0", "--updates-per-epoch", "1"]
 SMALL = {
     "ppo": [*ROLLOUTS, "--num-envs", "2", "--rollout-steps", "2"],
     "grpo": [*ROLLOUTS, "--group-size", "2", "--num-envs", "2"],
+    "dagger": [
+        *(*TINY, *EPISODE, "--vector", "sync", "--eval-freq", "0", "--num-envs", "2", "--rollout-steps", "2"),
+        *("--updates-per-round", "1"),
+    ],
     "sft": DATASET,
     "iql": [*DATASET, "--hidden-dim", "8"],
 }
-LENGTH = {"ppo": "--iterations", "grpo": "--iterations", "sft": "--num-epochs", "iql": "--num-epochs"}
+LENGTH = {
+    **dict.fromkeys(("ppo", "grpo", "dagger"), "--iterations"),
+    **dict.fromkeys(("sft", "iql"), "--num-epochs"),
+}
 
 
 @pytest.fixture(scope="module")
