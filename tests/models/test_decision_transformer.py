@@ -271,8 +271,8 @@ def test_the_return_still_wanted_falls_by_each_reward_and_starts_anew(monkeypatc
 
     monkeypatch.setattr(policy, "act", watched)
     play_episodes(policy, wrap([Paying(4), Paying(2)]), 2)
-    # 25, less 1, less 2, less 3; the second environment begins again after two steps.
-    assert wanted == [[25.0, 25.0], [24.0, 24.0], [22.0, 25.0], [19.0, 24.0]]
+    # 25, less 1, less 2, less 3; the second environment begins again after two steps, and then waits: it is complete.
+    assert wanted == [[25.0, 25.0], [24.0, 24.0], [22.0, 25.0], [19.0, 25.0]]
 
 
 def test_each_target_is_evaluated() -> None:
