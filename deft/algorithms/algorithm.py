@@ -52,6 +52,8 @@ class Algorithm:
     """The action distribution of a new policy, if it needs a particular one."""
     acts: ClassVar[bool] = True
     """Whether what it trains acts; a model that does not is evaluated in no environment."""
+    use: ClassVar[str] = ""
+    """What a run that does not act is for, as the advice of an error."""
     steps_singly: ClassVar[bool] = False
     """Whether environments take single steps in training, also with a policy that decides chunks of them."""
     version: int = 0

@@ -35,6 +35,7 @@ class RewardModelTraining(OfflineAlgorithm):
 
     name = "reward-model"
     acts: ClassVar[bool] = False
+    use: ClassVar[str] = "give it to --reward_model of a training run"
     exchanges_policies: ClassVar[bool] = False
     settings: RewardModelSettings
     policy: RewardModel

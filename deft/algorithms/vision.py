@@ -39,6 +39,7 @@ class Vision(ActorAlgorithm):
 
     name = "vision"
     acts: ClassVar[bool] = False
+    use: ClassVar[str] = "train a policy from it: deft train sft --model_path RUN"
     settings: VisionSettings
     policy: Policy
 

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 
 from deft import trust
+from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import load_config
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
@@ -216,6 +217,9 @@ def rebuild_policy(
     device: str = "auto",
 ) -> Policy:
     """The policy of a checkpoint, built for these spaces, with its weights."""
+    algorithm = ALGORITHMS.get(config.algorithm.name)
+    if algorithm is not None and not algorithm.acts:
+        raise InputError(f"{folder}: a run of {config.algorithm.name} does not act; {algorithm.use}")
     policy = build_policy(config, observation, action, weights_follow=True)
     weights = checkpoint.load_model(folder)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)

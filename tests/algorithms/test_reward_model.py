@@ -126,7 +126,7 @@ def test_a_policy_learns_from_the_classifier_alone(deft, deft_or_error, dataset,
     assert deft("evaluate", "ppo", "--episodes", 5, "--json")["success_rate"] == 1.0
     assert load_policy(tmp_path / "ppo", device="cpu").get_action(np.zeros(1, np.float32))[0] > 0.3
     error = deft_or_error("evaluate", "model", "--env", ENV, "--episodes", 1)
-    assert "is a reward model, which does not act" in error
+    assert "a run of reward-model does not act; give it to --reward_model of a training run" in error
 
 
 def test_training_on_equals_training_twice(deft, dataset, tmp_path):

@@ -170,10 +170,13 @@ def weights(path):
     return load_tensors(checkpoint_folder(path) / "model.pt")
 
 
-def test_imitation_starts_from_the_encoders_and_fits_its_own_statistics(deft, reach, tmp_path):
+def test_imitation_starts_from_the_encoders_and_fits_its_own_statistics(deft, deft_or_error, reach, tmp_path):
     train = ["--dataset", reach, "--model", "vla-tiny", *COMMON, "--batch-size", 16, "--updates-per-epoch", 3]
     summary = deft("train", "vision", *train, "--output-dir", "vision")
     assert {"prediction_loss", "text_loss"} <= summary.keys()
+    assert "a run of vision does not act; train a policy from it" in deft_or_error(
+        "evaluate", "vision", "--env", "deft/Reach-v0"
+    )
     deft(
         "train",
         "sft",
