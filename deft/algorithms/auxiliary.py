@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -31,13 +30,16 @@ def make_auxiliary(policy: Policy, settings: PPOSettings | GRPOSettings) -> Auxi
     return Auxiliary(policy, settings.auxiliary_learning_rate, batch_size, settings.auxiliary_epochs)
 
 
-def check_resumed(auxiliary: object | None, state: dict[str, Any]) -> None:
-    """Raise an error if a resumed run had an auxiliary loss and has none now, or the other way round."""
-    if (auxiliary is None) != (state.get("auxiliary") is None):
-        was, now = ("0", "above it") if auxiliary is not None else ("above 0", "0")
+def check_resumed(setting: str, part: object | None, saved: object | None) -> None:
+    """Raise an error if a resumed run had a part that `setting` above 0 adds and has none now, or the other way round.
+
+    `part` is what the run has now, `saved` its state in the checkpoint; None: none.
+    """
+    if (part is None) != (saved is None):
+        was, now = ("0", "above it") if part is not None else ("above 0", "0")
         raise InputError(
-            f"auxiliary_learning_rate was {was} in this run and is {now} now: leave it as it was, or start a new run "
-            "with --model_path"
+            f"{setting} was {was} in this run and is {now} now: leave it as it was, or start a new run with "
+            "--model_path"
         )
 
 

@@ -67,7 +67,7 @@ class IQL(OffPolicy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state; raise an error where it does not fit."""
-        check_resumed(self.auxiliary_optimizer, state)
+        check_resumed("auxiliary_learning_rate", self.auxiliary_optimizer, state.get("auxiliary"))
         was = "start" if "start" in state else "labels"
         if was != self.settings.position_source:
             raise InputError(

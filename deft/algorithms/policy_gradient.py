@@ -177,7 +177,7 @@ class PolicyGradient(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned. The learning rate comes from the settings unless it adapts itself."""
-        check_resumed(self.auxiliary, state)
+        check_resumed("auxiliary_learning_rate", self.auxiliary, state.get("auxiliary"))
         optimization.load_optimizer_state(self.optimizer, state["optimizer"])
         adapted = self.settings.learning_rate
         if self.settings.learning_rate_schedule == "adaptive":  # the last version stored it with the optimizer

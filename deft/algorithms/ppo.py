@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from deft import schema
 from deft.algorithms.action_critic import ActionCritic
 from deft.algorithms.algorithm import Metrics
+from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.policy_gradient import OLD_LOG_PROB, Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import generalized_advantage, returns_so_far
 from deft.config.algorithm_settings import PPOSettings
@@ -109,11 +110,7 @@ class PPO(PolicyGradient):
         super().load_state_dict(state)
         self.running_return = state["running_return"]
         saved, critic = state.get("action_critic"), self.action_critic
-        if (saved is None) != (critic is None):
-            raise InputError(
-                f"action_critic_coef was {'0' if saved is None else 'above 0'} in this run: leave it as it was, or "
-                "start a new run with --model_path"
-            )
+        check_resumed("action_critic_coef", critic, saved)
         if saved is not None and critic is not None:
             critic.load_state_dict(saved)
 
