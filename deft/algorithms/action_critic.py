@@ -81,8 +81,8 @@ class ActionCritic:
 
     def learn(self, rollout: TensorDictBase) -> dict[str, Tensor]:
         """Add a rollout [T, N] with advantages and train; return how well they were predicted before."""
-        keys = (schema.OBSERVATION, schema.ACTION, schema.ADVANTAGE)
-        rows = rollout.select(*keys).flatten(0, 1).to(self.device)
+        streams = [(schema.OBSERVATION, name) for name in self.encoder.names]  # without images
+        rows = rollout.select(*streams, schema.ACTION, schema.ADVANTAGE).flatten(0, 1).to(self.device)
         with torch.no_grad():
             deviation, mean = torch.std_mean(rows[schema.ADVANTAGE])
             advantage = (rows[schema.ADVANTAGE] - mean) / (deviation + 1e-8)
@@ -93,10 +93,9 @@ class ActionCritic:
             correlation = torch.corrcoef(torch.stack([before, advantage]))[0, 1].nan_to_num()
         self.rollouts = [*self.rollouts, (features, unit, advantage)][-NUM_ROLLOUTS:]
         columns = [torch.cat(parts) for parts in zip(*self.rollouts, strict=True)]
-        size, losses = min(BATCH_SIZE, len(columns[0])), []
-        for _ in range(NUM_UPDATES):
-            chosen = torch.randint(len(columns[0]), (size,), generator=self.generator).to(self.device)
-            losses.append(self._step(*(column[chosen] for column in columns)))
+        count = len(columns[0])
+        chosen = torch.randint(count, (NUM_UPDATES, min(BATCH_SIZE, count)), generator=self.generator).to(self.device)
+        losses = [self._step(*(column[batch] for column in columns)) for batch in chosen]
         return {"action_critic_loss": torch.stack(losses).mean(), "action_critic_correlation": correlation}
 
     def _outputs(self, features: Tensor, unit: Tensor, frozen: bool) -> Tensor:
