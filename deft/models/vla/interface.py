@@ -142,10 +142,9 @@ class BaseVLAModel(nn.Module, ABC):
 
     def evaluate_path(
         self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
-    ) -> tuple[Tensor, ...]:
-        """Return what `evaluate` returns, and the actions as functions of the weights with their noise held fixed.
-
-        With dims that have a few values also `alternatives` of the actions and their probabilities: see `Chunks`.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """Return what `evaluate` returns, the actions as functions of the weights with their noise held fixed, and
+        their `alternatives` in dims that have a few values: see `Chunks`.
         """
         raise InputError(
             f"action_critic_coef: {type(self).__name__} has no actions with a gradient; it is for vla-tiny: use 0"

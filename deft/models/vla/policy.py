@@ -7,7 +7,7 @@ Built from `PolicyConfig` with `name: vla` (`deft.models.building`), or by hand 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import gymnasium
@@ -175,21 +175,24 @@ class VLAPolicy(ActionScale, Policy):
             if td.get(schema.SAMPLE, None) is None:
                 raise InputError(f"{self.model_name} needs the sample of an action to score it; no `sample` is stored")
             keywords["sample"] = td[schema.SAMPLE]
-        if self.reparameterizes:
-            log_prob, entropy, value, path, *others = self.model.evaluate_path(observations, action, **keywords)
-            scored = {"log_prob": log_prob, "entropy": entropy, "value": value.squeeze(1)}
-            scored["reparameterized"] = self.executed(path.flatten(1))
-            if others:
-                scored["alternatives"] = self.executed(others[0].flatten(2))
-                scored["alternative_probs"] = others[1]
-            return scored
         by_token = self.reports_tokens and overrides(self.model, "evaluate_tokens")
-        method = "evaluate_tokens" if by_token else self._score_method
-        evaluate = self.model.evaluate_tokens if by_token else self.model.evaluate
-        log_prob, entropy, value = check_outputs(self.model, method, 3, evaluate(observations, action, **keywords))
+        outputs: Sequence[Tensor]
+        paths: dict[str, Tensor] = {}
+        if self.reparameterizes:
+            method = "evaluate_path"
+            *outputs, path, others = self.model.evaluate_path(observations, action, **keywords)
+            paths["reparameterized"] = self.executed(path.flatten(1))
+            if others is not None:
+                paths["alternatives"], paths["alternative_probs"] = self.executed(others[0].flatten(2)), others[1]
+        else:
+            method = "evaluate_tokens" if by_token else self._score_method
+            evaluate = self.model.evaluate_tokens if by_token else self.model.evaluate
+            outputs = evaluate(observations, action, **keywords)
+        log_prob, entropy, value = check_outputs(self.model, method, 3, outputs)
         scored = {
             "entropy": self._scalar(method, "entropy", entropy, batch),
             "value": self._value("get_value" if method == "evaluate_actions" else method, value, batch),
+            **paths,
         }
         if not by_token:
             return {"log_prob": self._scalar(method, "log_prob", log_prob, batch), **scored}

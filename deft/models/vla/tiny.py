@@ -284,13 +284,12 @@ class TinyVLAModel(StreamVLA):
 
     def evaluate_path(
         self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """As `evaluate`, the actions with the gradient of their means, and those with other switches."""
         features, chunk = self._features_of(observations, sample), self.chunk(actions)
         tokens, entropy, value = self._scored(features, actions, action_mask, sample)
-        path = self.head.reparameterize(self._for_head(features), chunk)
-        others = self.head.alternatives(self._for_head(features), chunk)
-        return tokens.sum(1), entropy, value, path, *(() if others is None else others)
+        read = self._for_head(features)
+        return tokens.sum(1), entropy, value, self.head.reparameterize(read, chunk), self.head.alternatives(read, chunk)
 
     def _features_of(self, observations: TensorDictBase, sample: Sample) -> Tensor:
         """Features of observations, from what `act` encoded if the sample has it."""
