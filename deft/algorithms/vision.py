@@ -28,7 +28,7 @@ class Vision(ActorAlgorithm):
     """L = w_p L_next + w_t L_text, each a mean over the cameras.
 
     L_next = −E log softmax_j(u_i · v_j / τ) at j = i: which image of the batch follows observation i after the K
-    actions of a chunk? Frames of other scenes with the same pose of the arm are told apart by their objects alone.
+    actions of a chunk? Frames of other scenes with the same pose of the arm differ by their objects alone.
 
     L_text = −E log softmax_j s(image_i, text_j) at j = i: which of n instructions belongs to the image? The score s is
     that of the queries by which the policy finds what an instruction names. Instructions with the same words are no

@@ -97,7 +97,7 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """With `ratio token`: discount of the advantage for each denoising step before the last one (DPPO)."""
 
     @model_validator(mode="after")
-    def _denoising_steps_are_tokens(self) -> PPOSettings:
+    def _fits_the_ratio(self) -> PPOSettings:
         if self.denoising_discount != 1 and self.ratio != "token":
             raise ValueError("denoising_discount: weighs single denoising steps; give ratio token")
         if self.action_critic_coef and self.ratio == "token":
