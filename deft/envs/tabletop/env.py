@@ -415,7 +415,10 @@ def task_shares(spec: TabletopSpec) -> np.ndarray | None:
     if weights is None:
         return None
     if spec.task != ALL_TASKS:
-        raise InputError(f"task_weights: task is {spec.task!r}; leave them out, or use task {ALL_TASKS!r}")
+        raise InputError(
+            f"task_weights: task is {spec.task!r}, and they are for task {ALL_TASKS!r}; give --env-kwargs "
+            "task_weights=null where they are those of the run that this one starts from"
+        )
     for name in weights:
         check_choice("task_weights", name, GOAL_TASKS)
     given = np.array([weights.get(name, 1.0) for name in GOAL_TASKS])
