@@ -99,6 +99,7 @@ class EnvSlot:
             None if success is None else bool(success),
             self._terms,
             labels={name: info[name] for name in LABELS if isinstance(info.get(name), str)},
+            measures={name: float(value) for name, value in info.get("measures", {}).items()},
         )
         self.finished = episode
         self._write(self._begin(), arrays.observation)

@@ -59,6 +59,8 @@ class Episode:
     """Sums of `info["reward_terms"]` over the episode."""
     labels: dict[str, str] = field(default_factory=dict, kw_only=True)
     """`task` and `instruction` in the last step's info, if they are text; evaluations group successes by them."""
+    measures: dict[str, float] = field(default_factory=dict, kw_only=True)
+    """`measures` in the last step's info: further numbers about the whole episode; evaluations report their means."""
 
 
 @dataclass(slots=True)

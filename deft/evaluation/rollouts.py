@@ -32,6 +32,7 @@ from deft.runs.rollout import rollout
 
 RANDOM, EXPERT = "random", "expert"  # policies that are not checkpoints
 EXPERT_METHOD = "expert_action"
+TERMS, MEASURES = "terms/", "measures/"  # prefixes in the results: mean sums of reward terms, means of measures
 
 
 class Actor(Protocol):
@@ -397,7 +398,10 @@ def summarize(episodes: list[Episode]) -> dict[str, Any]:
     if successes:
         summary["success_rate"] = float(np.mean(successes))
     for name in sorted({name for episode in episodes for name in episode.terms}):
-        summary[f"terms/{name}"] = float(np.mean([episode.terms.get(name, 0.0) for episode in episodes]))
+        summary[f"{TERMS}{name}"] = float(np.mean([episode.terms.get(name, 0.0) for episode in episodes]))
+    for name in sorted({name for episode in episodes for name in episode.measures}):
+        values = [episode.measures[name] for episode in episodes if name in episode.measures]
+        summary[f"{MEASURES}{name}"] = float(np.mean(values))
     return summary
 
 
@@ -406,8 +410,8 @@ def merge_results(results: list[dict[str, Any]], score: Callable[[float], float 
     merged = dict(results[0])
     if len(results) > 1:
         returns = [result["mean_reward"] for result in results]
-        for name in ("mean_reward", "mean_length", "success_rate"):
-            if name in merged:
+        for name in merged:
+            if name in ("mean_reward", "mean_length", "success_rate") or name.startswith((TERMS, MEASURES)):
                 merged[name] = float(np.mean([result[name] for result in results]))
         merged["std_reward"] = float(np.std(returns))
         merged["mean_rewards"] = returns

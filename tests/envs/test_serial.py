@@ -238,6 +238,21 @@ def test_only_its_own_row_is_written(make_counting_env: MakeEnv) -> None:
     assert not arrays.final[[0, 2]].any()
 
 
+def test_measures_are_those_of_the_last_step(make_counting_env: MakeEnv) -> None:
+    class Measured(gymnasium.Wrapper):
+        count = 0
+
+        def step(self, action):
+            *result, info = self.env.step(action)
+            self.count += 1
+            return *result, {**info, "measures": {"count": np.int64(self.count)}}
+
+    slot, arrays = make_slot(Measured(make_counting_env(length=2)))
+    slot.reset(5, arrays.steps[0])
+    episodes = [slot.step(0, arrays.steps[0], arrays.final) for _ in range(4)]
+    assert [episode and episode.measures for episode in episodes] == [None, {"count": 2.0}, None, {"count": 4.0}]
+
+
 def test_a_state_continues_in_another_slot(make_counting_env: MakeEnv) -> None:
     slot, arrays = make_slot(make_counting_env())
     slot.reset(5, arrays.steps[0])

@@ -63,16 +63,25 @@ def test_each_environment_plays_its_own_episode():
     summary = summarize(episodes)
     assert summary["mean_reward"] == pytest.approx(np.mean([2, 5, 9, 2, 5, 9, 2]))
     assert "success_rate" not in summary
+    # a measure is averaged over the episodes that have it: (0.5 + 0.7) / 2
+    for episode, value in zip(episodes, (0.5, 0.7), strict=False):
+        episode.measures["coverage"] = value
+    assert summarize(episodes)["measures/coverage"] == pytest.approx(0.6)
 
 
 def test_results_of_several_seeds_are_merged() -> None:
-    results = [{"mean_reward": mean, "mean_length": 2 * mean, "std_reward": 9.0} for mean in (1.0, 3.0)]
+    results = [
+        {"mean_reward": mean, "mean_length": 2 * mean, "std_reward": 9.0, "terms/a": mean, "measures/b": -mean}
+        for mean in (1.0, 3.0)
+    ]
     merged = merge_results(results, lambda mean: 10 * mean)
     # The mean and deviation over seeds: (1 + 3) / 2 and √((1 + 1) / 2).
     assert merged == {
         "mean_reward": 2.0,
         "mean_length": 4.0,
         "std_reward": 1.0,
+        "terms/a": 2.0,
+        "measures/b": -2.0,
         "mean_rewards": [1.0, 3.0],
         "normalized_score": 20.0,
         "normalized_scores": [10.0, 30.0],

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from deft.envs.suites.pusht_physics import outline, place
+
 RADIUS = 15.0  # of the disc
 GAP = 5.0  # between disc and block at the start of a push
 MARGIN = RADIUS + 4.0  # kept from the block on the way to it
@@ -18,12 +20,12 @@ LOW, HIGH = 20.0, 492.0  # where the disc may be
 AROUND = 102.0  # radius of the circle on which the disc moves around the block, whose corners are within 77
 SPEED, PUSH_SPEED = 30.0, 16.0  # largest distance between two actions
 ANGLES = np.radians((-35.0, -15.0, 0.0, 15.0, 35.0))  # of a push to the normal of the block's edge
-LENGTHS = (4.0, 10.0, 20.0, 40.0, 70.0, 110.0)
+STRIDE = 2.0  # of the disc in a step of the simulator in which pushes are tried; their lengths are multiples of it
+LONGEST = 116.0  # push, with the gap
 POINTS_PER_EDGE = 4
 TRAVEL_WEIGHT = 0.01  # of the way to the start of a push, against the mean distance of the corners
 RETREAT = 20.0  # after a push, so that the way to the next one does not move the block
 FOLLOWED = 40.0  # largest distance of an executed action, with noise, from the planned one
-MOST_TRIED = 100  # pushes whose way is looked for
 SETTLE = 3  # actions before and at the end of a push, until the disc has arrived
 
 
@@ -33,6 +35,7 @@ class PushPlanner:
     def __init__(self, simulator: Any, make: Any) -> None:
         self._simulator, self._make = simulator, make
         self._copy: Any = None
+        self._corners = self._goal = np.zeros((8, 2))  # of the block, in its own frame; of the target
         self._targets: list[np.ndarray] = []
         self._returned: np.ndarray | None = None
 
@@ -53,18 +56,26 @@ class PushPlanner:
         if self._copy is None:
             self._copy = self._make()
             self._copy.reset(seed=0)
+            self._corners = outline(self._copy)
+            self._goal = place(self._corners, self._copy.goal_pose[None])[0]
         own = self._simulator
-        pose = (np.array(own.block.position), float(own.block.angle))
-        disc, corners = np.array(own.agent.position), outline(own)
-        pushes = []
-        for start, direction in self._starts(corners):
-            travel = TRAVEL_WEIGHT * np.linalg.norm(start - disc)
-            pushes += [(cost + travel, start, direction, length) for length, cost in self._try(pose, start, direction)]
-        pushes.sort(key=lambda push: push[0])
-        for _, start, direction, length in pushes[:MOST_TRIED]:
-            way = approach(disc, start, corners)
-            if way is not None:
-                end = start + direction * (GAP + length)
+        pose = (*own.block.position, own.block.angle)
+        disc, corners = np.array(own.agent.position), place(self._corners, np.array([pose]))[0]
+        starts = self._starts(corners)
+        tried = [self._try(pose, start, direction) for start, direction in starts]
+        owner = np.repeat(np.arange(len(tried)), [len(poses) for poses in tried])
+        moved = place(self._corners, np.concatenate([np.zeros((0, 3)), *tried]))
+        travel = np.array([np.linalg.norm(start - disc) for start, _ in starts])
+        cost = np.linalg.norm(moved - self._goal, axis=2).mean(1) + TRAVEL_WEIGHT * travel[owner]
+        ways: dict[int, list[np.ndarray] | None] = {}
+        for best in np.argsort(cost, kind="stable"):
+            index = int(owner[best])
+            start, direction = starts[index]
+            if index not in ways:
+                ways[index] = approach(disc, start, corners)
+            if (way := ways[index]) is not None:
+                length = STRIDE * (best - np.searchsorted(owner, index) + 1)
+                end = start + direction * length
                 push = [*straight([start, end], PUSH_SPEED), *[end] * SETTLE, end - direction * RETREAT]
                 return [*straight(way, SPEED), *[start] * SETTLE, *push]
         # The block is in a corner, or between the disc and every start: move towards the middle.
@@ -87,51 +98,26 @@ class PushPlanner:
                     found.append((start, turn @ -normal))
         return found
 
-    def _try(
-        self, pose: tuple[np.ndarray, float], start: np.ndarray, direction: np.ndarray
-    ) -> list[tuple[float, float]]:
-        """Lengths of a push, and the mean distance of the corners from the target's after each."""
-        copy, goal = self._copy, self._goal()
-        copy.block.velocity, copy.block.angular_velocity = (0, 0), 0.0
-        copy.block.angle = pose[1]
-        copy.block.position = pose[0].tolist()
-        copy.agent.position, copy.agent.velocity = start.tolist(), (0, 0)
-        copy.space.reindex_shapes_for_body(copy.block)
-        copy.space.reindex_shapes_for_body(copy.agent)
-        results, place = [], 0.0
-        for length in LENGTHS:
-            end = start + direction * (GAP + length)
-            if end.min() < LOW or end.max() > HIGH:
-                break
-            while place < GAP + length:
-                place = min(place + PUSH_SPEED, GAP + length)
-                self._move(start + direction * place)
-            for _ in range(SETTLE):
-                self._move(end)
-            results.append((length, float(np.linalg.norm(outline(copy) - goal, axis=1).mean())))
-        return results
+    def _try(self, pose: tuple[float, float, float], start: np.ndarray, direction: np.ndarray) -> np.ndarray:
+        """Poses of the block [N, 3] while the disc moves on from `start`, one after each STRIDE.
 
-    def _move(self, target: np.ndarray) -> None:
-        """One action of the copy, without the reward, which takes most of the time of a step."""
+        The disc has a constant velocity instead of that of the controller. Velocities are damped to 0 in each step of
+        the simulator, so the block's pose depends only on the disc's path.
+        """
         copy = self._copy
-        for _ in range(int(1 / (copy.dt * copy.control_hz))):
-            copy.agent.velocity += (
-                copy.k_p * (target - copy.agent.position) - copy.k_v * copy.agent.velocity
-            ) * copy.dt
-            copy.space.step(copy.dt)
-
-    def _goal(self) -> np.ndarray:
-        return outline(self._copy, self._copy.get_goal_pose_body(self._copy.goal_pose))
-
-
-def outline(simulator: Any, body: Any = None) -> np.ndarray:
-    """The corners of the block [8, 2], in order around it; of the target with its body."""
-    body = simulator.block if body is None else body
-    bar, stem = (np.array(shape.get_vertices()) for shape in simulator.block.shapes)
-    low, high = bar[:, 1].min(), bar[:, 1].max()
-    wide, narrow, end = bar[:, 0].max(), stem[:, 0].max(), stem[:, 1].max()
-    points = [(-wide, low), (wide, low), (wide, high), (narrow, high), (narrow, end), (-narrow, end), (-narrow, high)]
-    return np.array([body.local_to_world(point) for point in [*points, (-wide, high)]])
+        block, agent, space = copy.block, copy.agent, copy.space
+        block.velocity, block.angular_velocity = (0, 0), 0.0
+        block.angle = pose[2]
+        block.position = pose[:2]
+        agent.position, agent.velocity = start.tolist(), (direction * STRIDE / copy.dt).tolist()
+        space.reindex_shapes_for_body(block)
+        space.reindex_shapes_for_body(agent)
+        room = np.where(direction > 0, HIGH - start, start - LOW) / np.maximum(np.abs(direction), 1e-9)
+        poses = []
+        for _ in range(int(min(LONGEST, room.min()) / STRIDE)):
+            space.step(copy.dt)
+            poses.append((*block.position, block.angle))
+        return np.array(poses).reshape(-1, 3)
 
 
 def approach(disc: np.ndarray, start: np.ndarray, corners: np.ndarray) -> list[np.ndarray] | None:
