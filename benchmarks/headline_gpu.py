@@ -30,8 +30,6 @@ from headline import COLUMNS, Bench, curve, over_seeds
 PLAIN = ["task_weights=null", "domain_randomization=null", "max_episode_steps=150"]  # the environment by default
 IMAGES = ["--env-kwargs", "observation=images", *PLAIN]
 SHORT_NAMES = 'domain_randomization={"short_name_rate": 0.5}'
-# as in the recipe, whose arguments flags replace
-TRAINED = ["--env-kwargs", "observation=privileged", 'task_weights={"place": 2, "push": 1.5}', SHORT_NAMES]
 DEMONSTRATED = ['task_weights={"place": 2.5, "push": 1.5}', SHORT_NAMES]
 LABELS = "sft-labels"
 
@@ -46,11 +44,7 @@ class Run(NamedTuple):
 
 RUNS = {
     "dense": Run("PPO, dense reward", "sft", ["--recipe", "tabletop-ppo"]),
-    "sparse": Run(
-        "PPO, reward = success only",
-        "sft",
-        ["--recipe", "tabletop-ppo", *TRAINED, "reward=sparse"],
-    ),
+    "sparse": Run("PPO, reward = success only", "sft", ["--recipe", "tabletop-ppo", "--env-kwargs", "reward=sparse"]),
     "grpo": Run("GRPO, dense reward", "sft", ["--recipe", "tabletop-grpo"]),
     "labels": Run(
         "PPO, dense reward, with position labels", LABELS, ["--recipe", "tabletop-ppo-labels", "--vector", "warp"]
@@ -61,7 +55,7 @@ RUNS = {
         [
             *("--recipe", "tabletop-ppo", "--model_path", "null", "--model", "vla-tiny", "--chunk_length", 4),
             *("--vla-model-config", "switch_dims=[-1]", "--exploration_scale", 1),
-            *(*TRAINED, "task=all"),
+            *("--env-kwargs", "task=all"),
         ],
     ),
 }

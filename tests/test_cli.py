@@ -180,6 +180,46 @@ def test_env_kwargs_as_json() -> None:
     }
 
 
+def test_a_flag_changes_the_entries_of_a_mapping_that_it_names(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("env: {id: tabletop, kwargs: {task: pick, image_size: 32}, reward_weights: {grasp: 2, lift: 3}}")
+    config = parsed("--config", str(path), "--env-kwargs", "image_size=64", "split=all", "--reward-weights", "lift=1")
+    assert config.env.kwargs == {"task": "pick", "image_size": 64, "split": "all"}
+    assert config.env.reward_weights == {"grasp": 2, "lift": 1}
+    config = parsed("--config", str(path), "--env-kwargs", '{"task": null}')
+    assert config.env.kwargs == {"task": None, "image_size": 32}
+    assert config.env.arguments == {"image_size": 32}  # null: the environment's default
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "limit"),
+    [
+        ("{kwargs: {max_episode_steps: 5}}", "", 5),
+        ("{kwargs: {max_episode_steps: 5}}", "--max-episode-steps 6", 6),
+        ("{max_episode_steps: 5}", "--env-kwargs max_episode_steps=6", 6),
+        ("{max_episode_steps: 5}", "--env-kwargs max_episode_steps=null", None),
+        ("{kwargs: {max_episode_steps: 5}}", "--max-episode-steps none", None),
+        ("{max_episode_steps: 5}", "--max-episode-steps 6 --env-kwargs max_episode_steps=6", 6),
+    ],
+)
+def test_a_flag_replaces_the_time_limit_of_the_file_in_either_place(
+    file: str, flags: str, limit: int | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"env: {file}")
+    assert parsed("--config", str(path), *flags.split()).env.time_limit == limit
+
+
+def test_two_different_time_limits_are_an_error(tmp_path: Path) -> None:
+    line = r"max_episode_steps is 6, and the environment's arguments \(--env-kwargs\) set it to 5; give one of them$"
+    with pytest.raises(InputError, match=line):
+        parsed("ppo", "--max-episode-steps", "6", "--env-kwargs", "max_episode_steps=5")
+    path = tmp_path / "c.yaml"
+    path.write_text("env: {max_episode_steps: 6, kwargs: {max_episode_steps: 5}}")
+    with pytest.raises(InputError, match=line):
+        parsed("--config", str(path))
+
+
 def test_flags_come_before_the_file_and_the_file_before_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("seed: 5\nenv: CartPole-v1\ntrainer: {iterations: 3, buffer_size: 32}\n")

@@ -178,8 +178,9 @@ def parse(
     trust.name([given.get(path) for path in CODE_NAMES])
     mapping = dict(base or {})
     for path, value in given.items():
-        merged = path == "environment" and mapping.get(path)
-        set_path(mapping, path, {**mapping[path], **value} if merged else value)
+        before = value_at(mapping, path)  # a flag changes the entries of a mapping that it names
+        merges = isinstance(before, Mapping) and isinstance(value, Mapping)
+        set_path(mapping, path, {**before, **value} if merges else value)
     if word is not None and (words or is_required(cls, word)):
         mapping[word] = _words_of(word, words, command.split()[0])
     elif words and word is None:

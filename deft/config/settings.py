@@ -6,8 +6,9 @@ in `deft.config.algorithm_settings`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, ClassVar, Literal
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationInfo, field_validator, model_validator
 
@@ -39,6 +40,7 @@ from deft.config.validation import (
 from deft.errors import InputError, shown
 
 GPU_VECTORS = ("gpu", "warp")  # values of `env.vector` whose environments are simulated on a GPU
+TIME_LIMIT = "max_episode_steps"  # may also be among the arguments of an environment, as for `gymnasium.make`
 
 
 @settings
@@ -48,13 +50,44 @@ class EvaluationEnvConfig:
     id: str | None = None
     """Gymnasium id; by default the environment of the dataset."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment's constructor."""
+    """Keyword arguments of the environment's constructor; null: the environment's default."""
     max_episode_steps: Count | None = None
     """Time limit that replaces the environment's own."""
     rename_streams: dict[str, str] = Field(default_factory=dict)
     """Rename observation streams of the environment to the names that the policy expects, as NEW_NAME=STREAM."""
     suite_path: Place | None = None
     """Folder with the files of a suite that no package contains, such as the scenes of LIBERO."""
+
+    @model_validator(mode="after")
+    def _check_time_limit(self) -> EvaluationEnvConfig:
+        named = self.kwargs.get(TIME_LIMIT)
+        if named is not None and self.max_episode_steps not in (None, named):
+            raise ValueError(
+                f"{TIME_LIMIT} is {self.max_episode_steps}, and the environment's arguments (--env-kwargs) set it to "
+                f"{shown(named)}; give one of them"
+            )
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments to pass to the constructor: `kwargs` without null values and without a time limit."""
+        return {name: value for name, value in self.kwargs.items() if value is not None and name != TIME_LIMIT}
+
+    @property
+    def time_limit(self) -> Any:
+        """The time limit that replaces the environment's own, wherever it is given; None: the environment's own."""
+        return self.kwargs.get(TIME_LIMIT) if self.max_episode_steps is None else self.max_episode_steps
+
+    def with_arguments(self, kwargs: Mapping[str, Any], max_episode_steps: int | None = None) -> Self:
+        """Return a copy in which these arguments replace those of the same names, and this time limit the one here.
+
+        A time limit replaces the one here wherever either is given, as a setting or among the arguments.
+        """
+        own, limit = self.kwargs, self.max_episode_steps
+        if max_episode_steps is not None or TIME_LIMIT in kwargs:
+            own = {name: value for name, value in own.items() if name != TIME_LIMIT}
+            limit = max_episode_steps
+        return dataclasses.replace(self, kwargs={**own, **kwargs}, max_episode_steps=limit)
 
 
 @settings

@@ -28,7 +28,7 @@ from deft.config.loading import (
 from deft.config.output_base import below_output_base
 from deft.config.recipes import find_recipe, recipe_names
 from deft.config.rl_yaml import PHASE_TRAINING, PHASES, parse_phase
-from deft.config.settings import MODEL_CHUNKS
+from deft.config.settings import MODEL_CHUNKS, TIME_LIMIT
 from deft.config.validation import quoted
 from deft.config.waypoint_settings import PPOConfig, WaypointSFTConfig
 from deft.errors import CommandExit, InputError
@@ -169,7 +169,11 @@ def _place_below_output_base(mapping: dict[str, Any]) -> None:
 
 
 def _complete_run(settings: dict[str, Any], given: dict[str, Any]) -> None:
-    """Make the policy that of a model that is named, and `--total-timesteps` replace the file's iterations."""
+    """Make the policy that of a model that is named, and flags replace the same value under another name in the file.
+
+    These are the file's iterations (`--total-timesteps`) and the time limit, a setting or an argument of the
+    environment.
+    """
     model = given.get(MODEL_CLASS)
     if model is not None and "policy.name" not in given:
         settings["policy"]["name"] = "vla"
@@ -182,6 +186,11 @@ def _complete_run(settings: dict[str, Any], given: dict[str, Any]) -> None:
             raise InputError("--iterations: says how long to train, as --total-timesteps does; give one of them")
         if "iterations" in settings["trainer"]:
             settings["trainer"]["iterations"] = None
+    sets_limit, names_limit = "env.max_episode_steps" in given, TIME_LIMIT in (given.get("env.kwargs") or {})
+    if sets_limit and not names_limit:
+        settings["env"]["kwargs"].pop(TIME_LIMIT, None)
+    if names_limit and not sets_limit:
+        settings["env"]["max_episode_steps"] = None
 
 
 def _parse_flat(name: str, flags: Sequence[str], source: Path | None) -> tuple[Any, bool]:

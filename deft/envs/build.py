@@ -44,8 +44,7 @@ def build_env(
     recipe: EnvRecipe, render_mode: str | None = None, chunk_length: int = 1, gamma: float = 1.0
 ) -> gymnasium.Env:
     """Make one environment; a wrong argument or a missing package raises InputError in one line."""
-    spec, kwargs = recipe.spec, dict(recipe.kwargs)
-    limit = kwargs.pop("max_episode_steps", None) if recipe.max_episode_steps is None else recipe.max_episode_steps
+    spec, kwargs, limit = recipe.spec, dict(recipe.kwargs), recipe.max_episode_steps
     if render_mode is not None:
         kwargs["render_mode"] = render_mode
     with user_code(f"environment {spec.id} with env.kwargs {kwargs} cannot be made:", InputError):

@@ -18,7 +18,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from deft import trust
-from deft.config.settings import EnvConfig
+from deft.config.settings import TIME_LIMIT, EnvConfig
 from deft.envs.build import EnvRecipe, build_env, chunked, registered_versions, type_error_text, without_version
 from deft.envs.checks import import_optional
 from deft.envs.host import on_host
@@ -101,6 +101,12 @@ def full_id(env_id: str) -> str:
     return SHORT_NAMES.get(env_id, env_id)
 
 
+def kind_of(env_id: str) -> str:
+    """Return what is equal for environments with the same arguments: the suite, or the id."""
+    suite = suite_of(env_id)
+    return full_id(env_id) if suite is None else suite.name
+
+
 def make_vector_env(
     config: EnvConfig,
     *,
@@ -140,8 +146,8 @@ def make_vector_env(
             full_id(config.id),
             count,
             num_threads=config.num_workers,
-            max_episode_steps=config.max_episode_steps,
-            kwargs=config.kwargs,
+            max_episode_steps=config.time_limit,
+            kwargs=config.arguments,
         )
         return weigh(pool, config.reward_weights)
     if config.vector == "gpu":
@@ -178,8 +184,8 @@ def _recipe(config: EnvConfig, spec: EnvSpec | None = None) -> EnvRecipe:
     """Return what one environment of a config is made from."""
     return EnvRecipe(
         spec or _find_spec(config),
-        dict(config.kwargs),
-        config.max_episode_steps,
+        config.arguments,
+        config.time_limit,
         dict(config.rename_streams),
         dict(config.reward_weights),
     )
@@ -234,13 +240,13 @@ def _native_vector_class(spec: EnvSpec) -> type[VectorEnv] | None:
 def _make_native(
     creator: Any, env_id: str, config: EnvConfig, num_envs: int, defaults: dict[str, Any] | None = None
 ) -> VectorEnv:
-    kwargs = {**(defaults or {}), **config.kwargs}
-    if config.max_episode_steps is not None:
-        kwargs["max_episode_steps"] = config.max_episode_steps
+    kwargs = {**(defaults or {}), **config.arguments}
+    if config.time_limit is not None:
+        kwargs[TIME_LIMIT] = config.time_limit
     try:
         return weigh(creator(num_envs, **kwargs), config.reward_weights)
     except TypeError as error:
-        raise InputError(f"env.kwargs {config.kwargs} do not fit {env_id}: {type_error_text(error)}") from error
+        raise InputError(f"env.kwargs {config.arguments} do not fit {env_id}: {type_error_text(error)}") from error
 
 
 def wrap(

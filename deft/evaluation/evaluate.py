@@ -17,7 +17,7 @@ from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import load_config
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
-from deft.envs.make import full_id, make_env, make_vector_env, wrap
+from deft.envs.make import full_id, kind_of, make_env, make_vector_env, wrap
 from deft.envs.suites import suite_of
 from deft.envs.vector import Episode, VectorEnv
 from deft.envs.wrappers import FrameRecorder
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 VIDEO_EPISODES = 5  # at most, of those that are evaluated
 VIDEO_OUTCOMES = 3  # successes, and as many failures
 FIRST_HELD_OUT_SEED = 2**30  # of evaluations in environments with splits, and in suites
-TIME_LIMIT = "max_episode_steps"
 
 
 @trust.takes_remote_code
@@ -87,7 +86,7 @@ def evaluate_run(
     seed_everything(seed)
     kwargs = merge_env_kwargs(env_kwargs, task, split, shuffle_instructions)
     env_config = env_of_run(config, env, kwargs, rename_streams, vector=vector or "sync", suite_path=suite_path)
-    seen = config.env.kwargs.get("split", "train")
+    seen = config.env.arguments.get("split", "train")
     if split == "held-out" and seen != "train":
         logger.warning("%s was trained with split %s: these combinations are not new to it", path, seen)
     count = evaluation_envs(episodes, env_config.vector)
@@ -130,7 +129,7 @@ def evaluate_run(
 def _is_same_world(env: EnvConfig, own: Any) -> bool:
     """Whether an environment is the run's own, however it is spelled."""
     theirs, ours = (full_id(name) for name in (env.id.rpartition(":")[2], own.id.rpartition(":")[2]))
-    return theirs == ours and {"split": "train", **env.kwargs} == {"split": "train", **own.kwargs}
+    return theirs == ours and {"split": "train", **env.arguments} == {"split": "train", **own.arguments}
 
 
 def merge_env_kwargs(
@@ -237,31 +236,21 @@ def env_of_run(
     """The environment that a policy acts in: as the flags define it, and otherwise as in the policy's run.
 
     The run's constructor arguments, stream names, time limit and reward weights apply if it is the run's environment.
-    A time limit among `kwargs` replaces that of the run. `settings` are further fields of `EnvConfig`.
+    `settings` are further fields of `EnvConfig`.
     """
-    if max_episode_steps is None:
-        max_episode_steps = kwargs.get(TIME_LIMIT)
     own = None if run is None else run.env
     env_id = env or (None if own is None else own.id)
     if env_id is None:
         raise InputError("--env: missing; the policy's run names no environment, give one with --env")
     names = dict(rename_streams or {})
-    if own is not None and (own.id is None or _kind(env_id) == _kind(own.id)):
-        kwargs, names = {**own.kwargs, **kwargs}, {**own.rename_streams, **names}
-        max_episode_steps = own.max_episode_steps if max_episode_steps is None else max_episode_steps
+    if own is not None and (own.id is None or kind_of(env_id) == kind_of(own.id)):
+        merged, names = own.with_arguments(kwargs, max_episode_steps), {**own.rename_streams, **names}
+        kwargs, max_episode_steps = merged.kwargs, merged.max_episode_steps
         settings.setdefault("reward_weights", getattr(own, "reward_weights", {}))
         settings["suite_path"] = settings.get("suite_path") or own.suite_path
-    if max_episode_steps is not None:
-        kwargs = {name: value for name, value in kwargs.items() if name != TIME_LIMIT}
     return EnvConfig(
         id=env_id, kwargs=dict(kwargs), rename_streams=names, max_episode_steps=max_episode_steps, **settings
     )
-
-
-def _kind(env_id: str) -> str:
-    """Return what is equal for environments with the same arguments: the suite, or the id."""
-    suite = suite_of(env_id)
-    return full_id(env_id) if suite is None else suite.name
 
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:

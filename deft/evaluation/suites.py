@@ -11,7 +11,7 @@ from typing import Any
 
 from deft import trust
 from deft.config.command_settings import EvaluateConfig
-from deft.config.settings import EnvConfig
+from deft.config.settings import EnvConfig, EvaluationEnvConfig
 from deft.config.suite_settings import SuiteCheckConfig, SuiteDownloadConfig, SuiteInstallConfig
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.suites import SUITES, Suite, find_suite, suite_of
@@ -61,12 +61,11 @@ def evaluate_suite(config: EvaluateConfig) -> dict[str, Any]:
 
 def _time_limit(config: EvaluateConfig, suite: Suite) -> int:
     """Return the time limit of the episodes: that of the flags, of the run in its own suite, or of the suite."""
-    limit: int | None = config.env_kwargs.get("max_episode_steps")
-    if limit is None and config.path is not None:
+    env = EvaluationEnvConfig()
+    if config.path is not None:
         own = find_run(Path(config.path))[1].env
-        if suite_of(own.id) is suite:
-            limit = own.max_episode_steps or own.kwargs.get("max_episode_steps")
-    return limit or suite.time_limit(str(config.suite))
+        env = own if suite_of(own.id) is suite else env
+    return env.with_arguments(config.env_kwargs).time_limit or suite.time_limit(str(config.suite))
 
 
 def evaluate_scripted(config: EvaluateConfig, suite: Suite | None = None) -> dict[str, Any]:

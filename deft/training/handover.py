@@ -14,7 +14,7 @@ from deft.algorithms.off_policy import OffPolicy
 from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import replace, to_dict
 from deft.config.settings import MODEL_CHUNKS, OfflineRunConfig, PolicyConfig, RunConfig
-from deft.envs.make import full_id
+from deft.envs.make import kind_of
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs import checkpoint
@@ -107,17 +107,20 @@ def _check_chunk_length(config: RunConfig | OfflineRunConfig, theirs: PolicyConf
 
 
 def _with_env_settings(config: RunConfig, source: RunConfig | OfflineRunConfig) -> RunConfig:
-    """The config with the environment's keywords and stream names of the source run, if the environment is the same."""
-    own, theirs = (None if env_id is None else full_id(env_id) for env_id in (config.env.id, source.env.id))
+    """The config with arguments, time limit and stream names of the source run, if the environment is the same."""
+    own, theirs = (None if env_id is None else kind_of(env_id) for env_id in (config.env.id, source.env.id))
     if own != theirs:
         return config
-    changes: dict[str, Any] = {}
-    for setting in ("kwargs", "rename_streams"):
-        given, before = getattr(config.env, setting), getattr(source.env, setting)
-        if missing := {name: value for name, value in before.items() if name not in given}:
-            log.info("%s uses %s of the run that it starts from: %s", config.env.id, setting, missing)
-            changes[f"env.{setting}"] = {**missing, **given}
-    return replace(config, **changes)
+    merged = source.env.with_arguments(config.env.kwargs, config.env.max_episode_steps)
+    used = {
+        "kwargs": merged.kwargs,
+        "max_episode_steps": merged.max_episode_steps,
+        "rename_streams": {**source.env.rename_streams, **config.env.rename_streams},
+    }
+    changes = {setting: value for setting, value in used.items() if value != getattr(config.env, setting)}
+    for setting, value in changes.items():
+        log.info("%s has %s of the run that it starts from: %s", config.env.id, setting, value)
+    return replace(config, **{f"env.{setting}": value for setting, value in changes.items()})
 
 
 def check_fixed_settings(config: OfflineRunConfig, start: str | Path | None) -> None:

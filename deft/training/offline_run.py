@@ -174,7 +174,7 @@ def _is_made_as(env: gymnasium.Env, config: EnvConfig) -> bool:
     """Whether an environment that a user created is the one of a config; True if it has no spec."""
     if env.spec is None or config.id not in gymnasium.registry:
         return env.spec is None
-    own = {**gymnasium.spec(config.id).kwargs, **config.kwargs}
+    own = {**gymnasium.spec(config.id).kwargs, **config.arguments}
     given = {name: value for name, value in env.spec.kwargs.items() if name != "render_mode"}
     return env.spec.id == config.id and given == own
 
@@ -184,14 +184,13 @@ def evaluation_env(config: OfflineRunConfig, dataset: Dataset) -> EnvConfig | No
     env_id = config.env.id or dataset.env_id
     if env_id is None:
         return None
-    kwargs = config.env.kwargs or (dataset.env_kwargs if config.env.id is None else {})
-    return EnvConfig(
+    env = EnvConfig(
         id=env_id,
-        kwargs=kwargs,
-        max_episode_steps=config.env.max_episode_steps,
+        kwargs=dataset.env_kwargs if config.env.id is None else {},
         rename_streams=config.env.rename_streams,
         suite_path=config.env.suite_path,
     )
+    return env.with_arguments(config.env.kwargs, config.env.max_episode_steps)
 
 
 def _names_to_give(env: VectorEnv, names: dict[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import gymnasium
@@ -29,6 +30,24 @@ def test_bare_environment_with_its_own_or_another_time_limit() -> None:
     assert isinstance(env, gymnasium.wrappers.TimeLimit)
     assert env.env is env.unwrapped  # no checker, no order enforcing: they cost time at every step
     assert make_env(EnvConfig(id="CartPole-v1", max_episode_steps=7)).spec.max_episode_steps == 7
+
+
+@pytest.mark.parametrize("vector", ["sync", "process"])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "driving"])  # driving steps all environments at once
+def test_a_time_limit_is_a_setting_or_an_argument(env_id: str, vector: str) -> None:
+    setting, argument = {"max_episode_steps": 2}, {"kwargs": {"max_episode_steps": 2}}
+    for given in (setting, argument, setting | argument):
+        with closing(make_vector_env(EnvConfig(id=env_id, vector=vector, num_workers=1, **given))) as env:
+            env.reset(seed=0)
+            action = env.action_space.sample()[None]
+            assert [bool(env.step(action).truncated[0]) for _ in range(2)] == [False, True]
+
+
+def test_null_is_the_default_of_the_environment() -> None:
+    kwargs = {"image_size": None, "max_episode_steps": None, "num_targets": 2}
+    env = make_env(EnvConfig(id="reach", kwargs=kwargs))
+    assert env.spec.kwargs == {"num_targets": 2}
+    assert env.spec.max_episode_steps == 50
 
 
 def test_kwargs_and_render_mode() -> None:

@@ -168,8 +168,12 @@ def test_the_run_keeps_its_arguments_in_its_own_environment():
 def test_a_time_limit_that_is_given_replaces_that_of_the_run():
     trained = RunConfig(env=EnvConfig(id="tabletop", max_episode_steps=100))
     played = env_of_run(trained, None, {"max_episode_steps": 150})
-    assert (played.max_episode_steps, played.kwargs) == (150, {})
-    assert env_of_run(trained, None, {}).max_episode_steps == 100
+    assert (played.time_limit, played.arguments) == (150, {})
+    assert env_of_run(trained, None, {}).time_limit == 100
+    assert env_of_run(trained, None, {}, max_episode_steps=150).time_limit == 150
+    assert env_of_run(trained, None, {"max_episode_steps": None}).time_limit is None  # the environment's own
+    with pytest.raises(InputError, match=r"max_episode_steps is 3, and the environment's arguments .* set it to 5"):
+        env_of_run(trained, None, {"max_episode_steps": 5}, max_episode_steps=3)
 
 
 def test_a_policy_of_other_spaces_is_described_with_both(tmp_path, capsys):

@@ -8,10 +8,12 @@ from shared_data import shared_data
 from tensordict import TensorDict
 
 from deft import DatasetWriter, schema
+from deft.config.loading import resolve, write_config
 from deft.envs.make import wrap
 from deft.evaluation.evaluate import find_run, load_policy
 from deft.ownership import write_manifest
 from deft.runs.policies import checkpoint_folder
+from deft.training.handover import use_policy_section
 
 DATASET = "lerobot_v2/robot_sim_picknplace"
 ENV = f"lerobot_worlds:{ENV_ID}"
@@ -115,3 +117,26 @@ def test_a_policy_that_was_published_without_its_training_state_has_no_critics(d
     write_manifest(checkpoint, {})
     deft(*sac, "--output-dir", "sac")
     assert checkpoint_folder(tmp_path / "sac").name == "checkpoint-12"
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "limit"),
+    [
+        ({}, {"task": "pick", "image_size": 32}, 100),
+        ({"kwargs": {"image_size": 64}}, {"task": "pick", "image_size": 64}, 100),
+        ({"kwargs": {"image_size": None}}, {"task": "pick"}, 100),  # the environment's default
+        ({"max_episode_steps": 7}, {"task": "pick", "image_size": 32}, 7),
+        ({"kwargs": {"max_episode_steps": 7}}, {"task": "pick", "image_size": 32}, 7),
+        ({"kwargs": {"max_episode_steps": None}}, {"task": "pick", "image_size": 32}, None),
+        ({"id": "reach", "kwargs": {"image_size": 64}}, {"image_size": 64}, None),  # another environment
+    ],
+)
+@pytest.mark.parametrize("place", ["setting", "argument"])  # where the run that it starts from has its time limit
+def test_a_run_has_the_arguments_of_the_run_that_it_starts_from(given, arguments, limit, place, tmp_path):
+    before = {"id": "deft/Tabletop-v0", "kwargs": {"task": "pick", "image_size": 32}}
+    (before if place == "setting" else before["kwargs"])["max_episode_steps"] = 100
+    write_config(resolve({"env": before, "algorithm": "ppo"}), tmp_path / "config.yaml")
+    config = resolve({"env": {"id": "tabletop", **given}, "algorithm": "ppo", "model_path": str(tmp_path)})
+    used = use_policy_section(config)
+    assert (used.env.arguments, used.env.time_limit) == (arguments, limit)
+    assert use_policy_section(used).env == used.env  # its config.yaml repeats the run
