@@ -15,6 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from deft.envs.checks import check_choice, check_image_size, check_render_mode, check_whole
+from deft.envs.mujoco_backend import check_backend
 from deft.envs.suites import Suite
 from deft.envs.suites.metaworld_images import CAMERA, DETAIL, POSITION, Camera
 from deft.errors import InputError
@@ -162,6 +163,7 @@ class MetaWorldEnv(gymnasium.Env):
         check_choice("reward", reward, ("success", "dense"))
         check_choice("rendering", rendering, tuple(DETAIL))
         check_render_mode(render_mode)
+        check_backend()
         self.tasks = SUITE.tasks_of(f"{SUITE.name}/{task}")
         self.render_mode = render_mode
         self.observes = True

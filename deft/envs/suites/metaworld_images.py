@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from deft.envs.tabletop import choose_backend
-from deft.errors import InputError, one_line
+from deft.envs.mujoco_backend import cannot_render, choose_backend
 
 NATIVE_SIZE = 480  # pixels, for which MetaWorld's shadow map is made
 NATIVE_SHADOW = 4096
@@ -123,8 +122,5 @@ def _context() -> Any:
                 GLContext = mujoco.GLContext
             found = _local.context = GLContext(64, 64)
         except Exception as error:
-            raise InputError(
-                f"metaworld cannot render with MUJOCO_GL={backend or 'unset'} ({one_line(error)}); install libegl1 and "
-                "libgl1 (apt) and set MUJOCO_GL=egl, or use --env-kwargs observation=state; see deft doctor"
-            ) from error
+            raise cannot_render("metaworld", error) from error
     return found

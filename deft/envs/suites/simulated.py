@@ -15,8 +15,9 @@ import numpy as np
 from gymnasium import spaces
 
 from deft.envs.checks import check_choice, check_render_mode
+from deft.envs.mujoco_backend import cannot_render, check_backend
 from deft.envs.suites import Suite
-from deft.errors import InputError, one_line
+from deft.errors import InputError
 from deft.schema import INSTRUCTION, STATE
 
 OBSERVATIONS = ("images", "privileged", "state")
@@ -56,6 +57,7 @@ class SuiteEnv(gymnasium.Env):
         check_choice("observation", observation, OBSERVATIONS)
         check_choice("reward", reward, (SUCCESS, DENSE))
         check_render_mode(render_mode)
+        check_backend()
         self.task_name = suite.find(f"{suite.name}/{task}")
         self.instruction = suite.tasks[self.task_name]
         self._longest = len(self.instruction)  # instruction of any episode
@@ -192,18 +194,12 @@ class Cameras:
     def _renderer(self, height: int, width: int) -> Any:
         import mujoco
 
-        from deft.envs.tabletop import choose_backend
-
-        backend = choose_backend()
         buffers = self._model.vis.global_
         buffers.offheight, buffers.offwidth = max(buffers.offheight, height), max(buffers.offwidth, width)
         try:
             return mujoco.Renderer(self._model, height, width)
         except Exception as error:
-            raise InputError(
-                f"{self._suite} cannot render with MUJOCO_GL={backend or 'unset'} ({one_line(error)}); install libegl1 "
-                "and libgl1 (apt) and set MUJOCO_GL=egl, or use --env-kwargs observation=state; see deft doctor"
-            ) from error
+            raise cannot_render(self._suite, error) from error
 
     def close(self) -> None:
         """Free the renderers."""

@@ -9,21 +9,11 @@
     tasks.py      instructions, success, reward; expert.py the scripted solutions
     images.py     images of random scenes, for training a tokenizer
 
-Importing it sets MuJoCo's rendering backend (`MUJOCO_GL`) before MuJoCo itself is imported.
+Importing it chooses and checks MuJoCo's rendering backend (`MUJOCO_GL`) before MuJoCo itself is imported.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+from deft.envs.mujoco_backend import check_backend
 
-
-def choose_backend() -> str:
-    """Return MuJoCo's rendering backend: MUJOCO_GL if it is set, EGL on Linux without a display."""
-    chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
-    if not chosen and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-        chosen = os.environ["MUJOCO_GL"] = "egl"  # MuJoCo reads it when it is first imported
-    return chosen
-
-
-choose_backend()
+check_backend()

@@ -17,7 +17,7 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from deft.envs.tabletop import choose_backend
+from deft.envs.mujoco_backend import cannot_render, choose_backend
 from deft.envs.tabletop.model import texture_model
 from deft.errors import InputError, RunError
 
@@ -170,8 +170,4 @@ def _make_gl_context() -> Any:
             from mujoco import GLContext
         return GLContext(64, 64)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(
-            f"the tabletop's cameras cannot render with MUJOCO_GL={backend or 'unset'} ({reason}); install libegl1 and "
-            "libgl1 (apt) and set MUJOCO_GL=egl, or use observation=state"
-        ) from error
+        raise cannot_render("the tabletop's cameras", error) from error
