@@ -87,8 +87,13 @@ class ReplayLearner(OffPolicy):
             super()._descend_both(critic_loss, policy_loss)
 
     def _read(self, batch: Mapping[Any, Any]) -> tuple[Encoded, Tensor, Encoded, Tensor, Tensor]:
+        """The batch with scaled rewards, and with the actions that the environment executed.
+
+        A Gaussian policy's samples are stored before clipping. Its actions are clipped in the targets and in the policy
+        loss, so the critics must be trained on clipped ones too.
+        """
         state, action, next_state, reward, discount = super()._read(batch)
-        return state, action, next_state, reward * self.policy.reward_scale, discount
+        return state, self.policy.executed(action), next_state, reward * self.policy.reward_scale, discount
 
     def _shifted(self, batch: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """The batch with every image shifted at random."""

@@ -75,8 +75,8 @@ class BoxHead(ActionHead, ActionScale):
         raise TypeError(type(self).__name__)
 
     def executed(self, unit: Tensor) -> Tensor:
-        """Unit actions as the environment executes them."""
-        return unit
+        """Unit actions as the environment executes them: clipped."""
+        return into_box(unit)
 
     def gaussian(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log-deviation of the Gaussian behind the actions, before any squashing."""
@@ -96,10 +96,10 @@ class BoxHead(ActionHead, ActionScale):
         raise InputError(f"{type(self).__name__} does not start from noise")
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`count` differentiable unit actions per row, [count, …, A], and their log-densities."""
+        """`count` differentiable unit actions per row, [count, …, A], as executed, with the densities before clipping."""
         mean, log_std = self.gaussian(output)
         noise = torch.randn(count, *mean.shape, device=mean.device)
-        return torch.addcmul(mean, noise, log_std.exp()), gaussian_log_prob(noise, log_std)
+        return self.executed(torch.addcmul(mean, noise, log_std.exp())), gaussian_log_prob(noise, log_std)
 
     def divergence(self, output: Tensor, other: BoxHead, other_output: Tensor) -> Tensor:
         """KL between two heads of one kind: Σ over dims of log(σ'/σ) + (σ² + (μ − μ')²) / 2σ'² − ½.
@@ -189,11 +189,6 @@ class GaussianHead(BoxHead):
     def mean(self, output: Tensor) -> Tensor:
         """The outputs, clipped as by the environment."""
         return self.executed(output)
-
-    def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Mean plus deviation times noise, clipped as by the environment, with the density before clipping."""
-        drawn, log_prob = super().rsample(output, count)
-        return self.executed(drawn), log_prob
 
 
 class MemberHead(BoxHead):

@@ -59,6 +59,10 @@ class WrappingPolicy(Policy):
         """Unit actions as actions in the environment's units."""
         return self.base.from_unit(unit)
 
+    def executed(self, unit: Tensor) -> Tensor:
+        """Unit actions as the environment clips them."""
+        return self.base.executed(unit)
+
     def check_box(self, space: gymnasium.Space) -> None:
         """Compare the action range of the policy inside with an environment's."""
         self.base.check_box(space)

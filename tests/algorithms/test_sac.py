@@ -61,6 +61,17 @@ def test_losses_of_one_update_by_hand(monkeypatch):
     assert float(alpha_loss.detach()) == 0.0  # fixed
 
 
+def test_critics_judge_the_actions_that_the_environment_executed():
+    # A Gaussian policy stores its samples before clipping; the environment executes them within [-1, 1].
+    algorithm = SAC(small_actor(1, 1, "gaussian", normalize_observation=False), SACSettings())
+    batch = batch_of([1.0, -1.0, 0.0], [1.6, -0.5, -3.0], [1.0, 2.0, 0.0], [2.0, 3.0, 0.0], [0.0, 1.0, 0.0])
+    state, action, *_ = algorithm._read(batch)
+    assert action.flatten().tolist() == [1.0, -0.5, -1.0]
+    # So must the policy's own actions be, of which those with a deviation of 1 leave the range often.
+    samples, _ = algorithm._sample(state._replace(features=state.features.repeat(1, 100, 1)))
+    assert float(samples.detach().abs().max()) == 1.0
+
+
 def test_temperature_moves_towards_the_target_entropy(monkeypatch):
     # Entropy 0.3 against a target of −1 (one action dim): too much, so α falls; against 2 it rises.
     for target, sign in (("auto", -1), (2.0, 1)):
@@ -219,6 +230,8 @@ def test_divergence_is_that_of_torch(distribution):
     exact = one.divergence(states[0], other, states[1])
     torch.testing.assert_close(exact, expected)
     assert exact.shape == (1, 5)
+    if distribution == "gaussian":  # its samples are clipped, and what was clipped has another density
+        return
     # What any other policy does: log π(a) − log π'(a) of drawn actions, the same in the mean.
     rows = observation[:1].expand(40_000, 3)
     drawn = Policy.divergence(one, one.encode(rows), other, other.encode(rows))
