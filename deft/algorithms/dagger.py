@@ -12,7 +12,8 @@ from deft.config.algorithm_settings import DAggerSettings
 from deft.models.policy import Policy
 
 LABEL_SETTINGS = (
-    "batch_size", "updates_per_round", "initial_beta", "beta", "prior_data", "record", "takeover", "takeover_rate",
+    "batch_size", "updates_per_round", "initial_beta", "beta", "prior_data", "record", "expert_finishes", "takeover",
+    "takeover_rate",
 )  # fmt: skip
 
 
@@ -23,6 +24,11 @@ class DAgger(SFT):
 
     Imitation of demonstrations alone sees only states of the expert, and its errors grow with the square of the
     episode's length; on the states of the policy they grow linearly.
+
+    A chunk of actions is played without a look at the states between. π* of these states, which π has led to, is then
+    no plan: it also corrects what π did there. With `expert_finishes` π acts up to a random decision, and π* from there
+    to the end of the episode; the chunks of π* alone are imitated:
+    D ← D ∪ {(s_t, a_t … a_{t+K−1}) : π* acted from t on}.
 
     With `takeover` the expert is a person, who acts where the policy fails (HG-DAgger, Kelly et al., 2019):
     D ← D ∪ {(s, a) : the person acted}.

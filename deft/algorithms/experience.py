@@ -114,6 +114,8 @@ class Labels:
     """A dataset whose episodes are among the labels from the start."""
     record: bool = True
     """Write the episodes as a dataset at the end."""
+    expert_finishes: bool = False
+    """Whether a scripted expert that acts does so to the end of the episode, and only its steps are learned from."""
     expert: Literal["scripted", "person", "none"] = "scripted"
     """Who labels steps: the environment's scripted expert all of them, a person those in which they act, or nobody."""
     takeover: bool = False

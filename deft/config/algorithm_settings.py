@@ -338,6 +338,19 @@ class DAggerSettings(groups.TakeoverSettings, ImitationSettings):
     """Add the episodes of this dataset (demonstrations) to the labels from the start."""
     record: Switch = True
     """Write the labelled episodes as a dataset into the run directory at the end (extra `data`)."""
+    expert_finishes: Switch = False
+    """Let an expert that acts finish the episode, and imitate its steps alone; for policies of action chunks."""
+
+    @model_validator(mode="after")
+    def _someone_is_imitated(self) -> Self:
+        if self.expert_finishes and self.takeover:
+            raise ValueError("expert_finishes: is for a scripted expert; with takeover a person decides when to act")
+        if self.expert_finishes and self.beta != 1:
+            raise ValueError(
+                f"beta {self.beta:g}: with expert_finishes only steps of the expert are imitated, so it must not act "
+                "less and less; give beta 1"
+            )
+        return self
 
 
 @settings

@@ -62,7 +62,8 @@ def make_collection(
     if isinstance(experience, Labels):
         if isinstance(env, ClusterEnv):
             raise InputError(f"collectors: {algorithm.name} needs the expert in this process; use 'here'")
-        expert = ExpertCollector(on_host(env), policy, seed, experience.expert == "scripted")
+        has_expert, finishes = experience.expert == "scripted", experience.expert_finishes
+        expert = ExpertCollector(on_host(env), policy, seed, has_expert, finishes)
         return LabelledCollection(expert, algorithm, experience, seed)
     if isinstance(env, ClusterEnv):
         open_workers(env, policy, kept)

@@ -46,8 +46,11 @@ class ExpertCollector(Collector):
     did as `schema.INTERVENTION`.
     """
 
-    def __init__(self, env: VectorEnv, policy: Policy, seed: int = 0, has_expert: bool = True) -> None:
+    def __init__(
+        self, env: VectorEnv, policy: Policy, seed: int = 0, has_expert: bool = True, expert_finishes: bool = False
+    ) -> None:
         super().__init__(env, policy, seed, next_observation=True)
+        self._expert_finishes = expert_finishes
         self.beta = 1.0 if has_expert else 0.0
         """Probability that the expert acts."""
         self._expert = expert_actions(env, env.env_action_space) if has_expert else None
@@ -66,7 +69,8 @@ class ExpertCollector(Collector):
             ) from error
         assert self._observation is not None
         due = self._actor.is_due
-        self._takes_over[due] = self._random.random(int(due.sum())) < self.beta
+        starts = self._random.random(int(due.sum())) < self.beta
+        self._takes_over[due] = starts | (self._takes_over[due] & self._expert_finishes)
         action = self._actor.act(self._observation)
         if labels is not None:
             takes_over = self._takes_over.reshape(-1, *[1] * (action.ndim - 1))
@@ -94,6 +98,7 @@ class ExpertCollector(Collector):
     def _complete(self, step: VectorStep) -> None:
         super()._complete(step)
         self._actor.ended(step.done_index)
+        self._takes_over[step.done_index] = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the environments, and of what acts in them."""
@@ -183,9 +188,9 @@ class LabelledCollection(Collection):
         self.collector.beta = own.initial_beta * own.beta**self._round if own.expert == "scripted" else 0.0
 
     def _episodes(self) -> list[Episode]:
-        """What is learned from: everything, or of a person the steps that they decided."""
+        """What is learned from: everything, or the steps that a person, or an expert that finishes, decided."""
         recorded = self.buffer.episodes
-        if self.experience.expert == "person":
+        if self.experience.expert == "person" or self.experience.expert_finishes:
             recorded = [part for episode in recorded for part in marked_parts(episode)]
         return [*self._prior, *recorded]
 

@@ -1,10 +1,13 @@
 """DAgger: a task that imitation of the expert's own states does not solve, exact resume, and the recorded labels."""
 
+import json
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from tensordict import TensorDict
 
 from deft import DAggerTrainer, load_dataset, load_policy
 from deft.algorithms.dagger import DAgger
@@ -78,11 +81,13 @@ def test_it_imitates_the_expert_and_records_who_acted(deft, tmp_path):
         assert np.allclose(episode.observation[:-1] + episode.action, episode.observation[1:], atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_training_on_equals_training_twice(deft, tmp_path, chunk):
-    words = ["--rollout-steps", 10, "--updates-per-round", 4]
-    if chunk > 1:
-        words += ["--policy", "actor_critic", "--chunk-length", chunk]
+@pytest.mark.parametrize(
+    "words", [[], ["--chunk-length", 3], ["--chunk-length", 3, "--expert-finishes", "--initial-beta", 0.2, "--beta", 1]]
+)
+def test_training_on_equals_training_twice(deft, tmp_path, words):
+    words = ["--rollout-steps", 10, "--updates-per-round", 4, *words]
+    if len(words) > 4:
+        words += ["--policy", "actor_critic"]
     train(deft, *words, "--total-timesteps", 80, "--output-dir", "whole")
     train(deft, *words, "--total-timesteps", 40, "--output-dir", "half")
     train(deft, *words, "--total-timesteps", 80, "--output-dir", "half", "--auto-resume")
@@ -118,6 +123,27 @@ def test_the_expert_acts_less_and_less():
     assert [experience.initial_beta * experience.beta**i for i in range(3)] == pytest.approx([0.8, 0.4, 0.2])
 
 
+def test_an_expert_that_finishes_gives_plans_for_chunks(deft, tmp_path):
+    words = ["--chunk-length", 3, "--expert-finishes", "--initial-beta", 0.3, "--beta", 1, "--loss", "mse"]
+    words += ["--rollout-steps", 32, "--total-timesteps", 256, "--updates-per-round", 80]
+    train(deft, *words, "--output-dir", "run", "--log-freq", 1)
+    dataset = load_dataset(tmp_path / "run" / "labels-v0")
+    marks = [dataset.episode(index).intervention for index in range(dataset.num_episodes)]
+    assert all((np.diff(mark.astype(int)) >= 0).all() for mark in marks)  # once it acts, it acts to the end
+    assert any(mark.all() for mark in marks)
+    assert any(mark.any() and not mark.all() for mark in marks)
+    # Only its steps are imitated.
+    lines = map(json.loads, (tmp_path / "run" / "episode_metrics.jsonl").read_text().splitlines())
+    labels = [line["num_labels"] for line in lines if line["type"] == "update"]
+    assert labels[-1] == sum(int(mark.sum()) for mark in marks) < 256
+    # The expert's plan from 0.7: −0.5, then −0.2, then nothing. π* along the path of a policy that stands still would
+    # be −0.5 three times.
+    policy = load_policy(tmp_path / "run", device="cpu")
+    row = TensorDict({"observation": torch.tensor([[0.7]])}, batch_size=[1])
+    chunk = policy.policy.act(row, deterministic=True)["action"].flatten().tolist()
+    assert chunk == pytest.approx([-0.5, -0.2, 0.0], abs=0.12)
+
+
 def test_demonstrations_are_added_from_the_start(deft, tmp_path):
     deft("collect", "--env", ENV, "--policy", "expert", "--episodes", 4, "--out", "demo-v0", "--json")
     words = ["--rollout-steps", 8, "--updates-per-round", 2, "--total-timesteps", 16, "--log-freq", 1]
@@ -146,5 +172,8 @@ def test_errors(deft_or_error, tmp_path):
     assert "DAgger needs a scripted expert" in error
     deft_or_error("collect", "--env", ENV, "--policy", "random", "--episodes", 2, "--out", "demo-v0", "--json")
     data = ["train", "sft", "--dataset", "demo-v0", *COMMON]
+    rounds = ["train", "dagger", "--env", ENV, "--expert-finishes", *COMMON]
+    assert "beta 0.5: with expert_finishes only steps of the expert are imitated" in deft_or_error(*rounds)
+    assert "is for a scripted expert" in deft_or_error(*rounds, "--beta", 1, "--takeover", "--view")
     assert "does not mark interventions" in deft_or_error(*data, "--intervention-weight", 2)
     assert "has no expert's actions" in deft_or_error(*data, "--dataset-options", "actions=expert")
