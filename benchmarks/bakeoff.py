@@ -39,6 +39,7 @@ from typing import Any
 from bakeoff_methods import DISTILLATION, FLOW, METHODS, WORLDS, Method, Scale
 from bakeoff_plan import Part, Plan, imitation_seconds, seconds_of
 from common import last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
+from forked import Forked
 from headline import STOPPED, Bench, steps_to
 
 START = "demonstrations, SFT"  # the part of a seed that all methods need
@@ -57,6 +58,7 @@ class BakeOff(Bench):
         arguments.cores = max(1, cores // arguments.parallel)
         super().__init__(arguments)
         self.world = WORLDS[arguments.observation]
+        self.forked = Forked(self.width) if arguments.device == "cpu" else None
         self.on_warp = arguments.vector == "warp"
         task = [f"task={arguments.task}", "control_mode=delta_ee_pos", f"observation={self.world.observation}"]
         self.env: list[object] = ["--env", "tabletop", "--env-kwargs", *task]
@@ -85,6 +87,11 @@ class BakeOff(Bench):
         if found["status"] == STOPPED and self.minutes_left <= 0:
             raise stopped
         return found
+
+    def command(self, words: list[str], core_set: list[int], limit: float | None) -> tuple[int, str, str]:
+        """Run `deft`; on the CPU in a process that need not import it."""
+        run = super().command if self.forked is None else self.forked.command
+        return run(words, core_set, limit)
 
     # -- a seed --------------------------------------------------------------------------------------------------------
 

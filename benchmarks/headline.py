@@ -128,27 +128,33 @@ class Bench:
         core_set = self.free_cores.get()
         try:
             started = time.monotonic()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "deft", *map(str, words), "--json"],
-                env=worker_environment(self.width),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, core_set),
-            )
-            try:
-                output, errors = process.communicate(timeout=None if minutes is None else 60 * minutes)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                output, errors = process.communicate()
+            limit = None if minutes is None else 60 * minutes
+            status, output, errors = self.command([*map(str, words), "--json"], core_set, limit)
             seconds = time.monotonic() - started
-            if process.returncode not in (0, STOPPED):
-                raise RuntimeError(f"failed ({process.returncode}): deft {' '.join(map(str, words))}\n{errors[-4000:]}")
+            if status not in (0, STOPPED):
+                raise RuntimeError(f"failed ({status}): deft {' '.join(map(str, words))}\n{errors[-4000:]}")
             lines = output.strip().splitlines()
-            found = json.loads(lines[-1]) if process.returncode == 0 and lines else {}
-            return {**found, "seconds": round(seconds, 1), "status": process.returncode}
+            found = json.loads(lines[-1]) if status == 0 and lines else {}
+            return {**found, "seconds": round(seconds, 1), "status": status}
         finally:
             self.free_cores.put(core_set)
+
+    def command(self, words: list[str], core_set: list[int], limit: float | None) -> tuple[int, str, str]:
+        """Run `deft` on some cores, for at most `limit` seconds; return its exit status, output and errors."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deft", *words],
+            env=worker_environment(self.width),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, core_set),
+        )
+        try:
+            output, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            output, errors = process.communicate()
+        return process.returncode, output, errors
 
     def step(self, seed: int, name: str, *words: object, minutes: float | None = None) -> dict[str, Any]:
         """Run a command once and keep its result in a file."""

@@ -96,7 +96,7 @@ class BoxHead(ActionHead, ActionScale):
         raise InputError(f"{type(self).__name__} does not start from noise")
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """`count` differentiable unit actions per row, [count, …, A], as executed, with the densities before clipping."""
+        """`count` differentiable unit actions per row, [count, …, A], clipped, and their log-densities before that."""
         mean, log_std = self.gaussian(output)
         noise = torch.randn(count, *mean.shape, device=mean.device)
         return self.executed(torch.addcmul(mean, noise, log_std.exp())), gaussian_log_prob(noise, log_std)
