@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -11,6 +12,7 @@ from deft.algorithms.sft import SFT
 from deft.config.algorithm_settings import DAggerSettings
 from deft.models.policy import Policy
 
+log = logging.getLogger(__name__)
 LABEL_SETTINGS = (
     "batch_size", "updates_per_round", "initial_beta", "beta", "prior_data", "record", "expert_finishes", "takeover",
     "takeover_rate",
@@ -41,6 +43,17 @@ class DAgger(SFT):
 
     def __init__(self, policy: Policy, settings: DAggerSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or DAggerSettings(), seed)
+
+    def check_policy(self, fresh: bool) -> None:
+        """Warn if chunks are learned from labels that are no plan."""
+        super().check_policy(fresh)
+        own, length = self.settings, self.policy.chunk_length
+        if length > 1 and not own.expert_finishes and not own.takeover:
+            log.warning(
+                "chunk_length %d: the labels of a chunk are the expert's actions along the policy's path, which are no "
+                "plan; give --expert_finishes --beta 1 --initial_beta 0.15",
+                length,
+            )
 
     @property
     def experience(self) -> Labels:

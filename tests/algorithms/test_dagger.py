@@ -13,6 +13,7 @@ from deft import DAggerTrainer, load_dataset, load_policy
 from deft.algorithms.dagger import DAgger
 from deft.config.algorithm_settings import DAggerSettings
 from deft.config.loading import resolve
+from deft.config.settings import PolicyConfig
 from deft.runs.checkpoint import load_tensors
 from deft.runs.policies import checkpoint_folder
 
@@ -142,6 +143,15 @@ def test_an_expert_that_finishes_gives_plans_for_chunks(deft, tmp_path):
     row = TensorDict({"observation": torch.tensor([[0.7]])}, batch_size=[1])
     chunk = policy.policy.act(row, deterministic=True)["action"].flatten().tolist()
     assert chunk == pytest.approx([-0.5, -0.2, 0.0], abs=0.12)
+
+
+@pytest.mark.parametrize(("chunk", "finishes", "warns"), [(1, False, False), (3, False, True), (3, True, False)])
+def test_it_warns_of_labels_that_are_no_plan(caplog, chunk, finishes, warns):
+    space = spaces.Box(-1, 1, (1,), np.float32)
+    settings = DAggerSettings(expert_finishes=finishes, beta=1.0)
+    config = PolicyConfig(hidden_dim=8, chunk_length=chunk)
+    DAgger(DAgger.make_policy(space, space, config, settings), settings).check_policy(fresh=True)
+    assert ("--expert_finishes" in caplog.text) == warns
 
 
 def test_demonstrations_are_added_from_the_start(deft, tmp_path):
