@@ -80,7 +80,7 @@ class PushTEnv(gymnasium.Env):
         self._planner = PushPlanner(self._simulator, partial(Simulator, "state"))
         self._reward, self._threshold = reward, self._simulator.success_threshold
         self._overlap: Overlap | None = None
-        self._raw = np.zeros(5)
+        self._raw, self._corners = np.zeros(5), np.zeros((8, 2))
         self._max_coverage = self._potential = 0.0
         self._began: tuple[int, dict[str, Any] | None] = (0, None)  # seed and options of the episode
         self._actions: list[np.ndarray] = []
@@ -110,9 +110,9 @@ class PushTEnv(gymnasium.Env):
         if self._overlap is None:
             self._overlap = Overlap(self._simulator)
         self._planner.reset()
-        pose = block_pose(self._simulator)
-        self._max_coverage = self._overlap.coverage(pose)
-        self._potential = self._max_coverage - self._overlap.distance(pose) / DISTANCE_SCALE
+        self._corners = self._overlap.corners(block_pose(self._simulator))
+        self._max_coverage = self._overlap.coverage(self._corners)
+        self._potential = self._max_coverage - self._overlap.distance(self._corners) / DISTANCE_SCALE
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Move the disc towards a position for a tenth of a second."""
@@ -122,11 +122,11 @@ class PushTEnv(gymnasium.Env):
         self._actions.append(action)
         move_disc(self._simulator, action)
         self._raw = self._simulator.get_obs()
-        pose = block_pose(self._simulator)
-        coverage = self._overlap.coverage(pose)
+        self._corners = corners = self._overlap.corners(block_pose(self._simulator))
+        coverage = self._overlap.coverage(corners)
         success = coverage > self._threshold
         self._max_coverage = max(self._max_coverage, coverage)
-        before, self._potential = self._potential, coverage - self._overlap.distance(pose) / DISTANCE_SCALE
+        before, self._potential = self._potential, coverage - self._overlap.distance(corners) / DISTANCE_SCALE
         rewards = {
             "coverage": min(coverage / self._threshold, 1.0),
             "progress": float(success) + self._potential - before,
@@ -165,8 +165,7 @@ class PushTEnv(gymnasium.Env):
             blank = np.zeros((self._size, self._size, 3), np.uint8)
             streams[HEAD_RGB] = self._simulator._render() if self.observes else blank
         if self._observation == "keypoints":
-            points = self._simulator.get_keypoints(self._simulator._block_shapes)
-            streams[KEYPOINTS] = points.reshape(-1).astype(np.float32)
+            streams[KEYPOINTS] = self._corners.reshape(-1).astype(np.float32)
         else:
             streams[INSTRUCTION] = TEXT
         if self._observation == "privileged":

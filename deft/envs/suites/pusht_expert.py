@@ -78,8 +78,9 @@ class PushPlanner:
                 end = start + direction * length
                 push = [*straight([start, end], PUSH_SPEED), *[end] * SETTLE, end - direction * RETREAT]
                 return [*straight(way, SPEED), *[start] * SETTLE, *push]
-        # The block is in a corner, or between the disc and every start: move towards the middle.
-        return [np.clip(disc + (256.0 - disc) / 4, LOW, HIGH)]
+        # The block is in a corner, or between the disc and every start: move towards the middle before the next plan.
+        middle = disc + (256.0 - disc) / 2
+        return [*straight([disc, middle], SPEED), *[middle] * SETTLE]
 
     def _starts(self, corners: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Positions beside the edges of the block, and directions of pushes from there."""

@@ -31,28 +31,31 @@ def move_disc(simulator: Any, action: np.ndarray) -> None:
 
 
 class Overlap:
-    """The covered share of the target, and the distance of the block from it."""
+    """The corners of the block, the covered share of the target, and the distance of the block from it."""
 
     def __init__(self, simulator: Any) -> None:
-        self._corners = outline(simulator)
-        self._goal_corners = place(self._corners, simulator.goal_pose[None])[0]
-        self._parts = np.array([shape.get_vertices() for shape in simulator._block_shapes])  # [2, 4, 2]: bar and stem
-        self._goal = self._polygons(simulator.goal_pose)
+        shapes = [shape.get_vertices() for shape in simulator._block_shapes]  # of the bar and the stem, 4 points each
+        self._points = np.array(shapes, float).reshape(-1, 2)
+        self._goal_corners = self.corners(simulator.goal_pose)
+        self._goal = self._polygons(self._goal_corners)
 
-    def _polygons(self, pose: np.ndarray) -> Any:
+    def corners(self, pose: np.ndarray) -> np.ndarray:
+        """The corners [8, 2] of the bar and of the stem at a pose [3], in the order of gym-pusht's keypoints."""
+        return place(self._points, pose[None])[0]
+
+    def _polygons(self, corners: np.ndarray) -> Any:
         import shapely
 
-        parts = place(self._parts.reshape(-1, 2), pose[None])[0].reshape(self._parts.shape)
-        return shapely.multipolygons(shapely.polygons(parts))
+        return shapely.multipolygons(shapely.polygons(corners.reshape(2, 4, 2)))
 
-    def coverage(self, pose: np.ndarray) -> float:
-        """Share of the target that the block covers at a pose [3] of x, y and angle."""
-        return float(self._goal.intersection(self._polygons(pose)).area / self._goal.area)
+    def coverage(self, corners: np.ndarray) -> float:
+        """Share of the target that the block covers with its corners there."""
+        return float(self._goal.intersection(self._polygons(corners)).area / self._goal.area)
 
-    def distance(self, pose: np.ndarray) -> float:
+    def distance(self, corners: np.ndarray) -> float:
         """Mean distance of the block's corners from those of the target."""
-        corners = place(self._corners, pose[None])[0]
-        return float(np.linalg.norm(corners - self._goal_corners, axis=1).mean())
+        gaps = corners - self._goal_corners
+        return float(np.sqrt((gaps * gaps).sum(1)).mean())
 
 
 def block_pose(simulator: Any) -> np.ndarray:
@@ -74,6 +77,8 @@ def outline(simulator: Any) -> np.ndarray:
 
 def place(points: np.ndarray, poses: np.ndarray) -> np.ndarray:
     """Points [K, 2] of a body's frame at its poses [N, 3] of x, y and angle: [N, K, 2]."""
-    cosine, sine = np.cos(poses[:, 2]), np.sin(poses[:, 2])
-    turns = np.stack([np.stack([cosine, -sine], 1), np.stack([sine, cosine], 1)], 1)
-    return np.einsum("nij,kj->nki", turns, points) + poses[:, None, :2]
+    cosine, sine = np.cos(poses[:, 2:]), np.sin(poses[:, 2:])
+    found = np.empty((len(poses), len(points), 2))
+    found[..., 0] = cosine * points[:, 0] - sine * points[:, 1] + poses[:, :1]
+    found[..., 1] = sine * points[:, 0] + cosine * points[:, 1] + poses[:, 1:2]
+    return found
