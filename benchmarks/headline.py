@@ -103,7 +103,7 @@ class Bench:
         self.free_cores: queue.Queue[list[int]] = queue.Queue()
         for first in range(0, len(cores) - width + 1, width):
             self.free_cores.put(cores[first : first + width])
-        self.width = width
+        self.width = self.threads = width
         self.started = time.monotonic()
 
     def finish(self, judged: Sequence[tuple[str, Any, bool]], **parts: Any) -> int:
@@ -143,7 +143,7 @@ class Bench:
         """Run `deft` on some cores, for at most `limit` seconds; return its exit status, output and errors."""
         process = subprocess.Popen(
             [sys.executable, "-m", "deft", *words],
-            env=worker_environment(self.width),
+            env=worker_environment(self.threads),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -158,7 +158,10 @@ class Bench:
 
     def step(self, seed: int, name: str, *words: object, minutes: float | None = None) -> dict[str, Any]:
         """Run a command once and keep its result in a file."""
-        kept = self.root / f"seed-{seed}" / f"{name}.json"
+        return self.once(self.root / f"seed-{seed}" / f"{name}.json", f"seed {seed}: {name}", *words, minutes=minutes)
+
+    def once(self, kept: Path, label: str, *words: object, minutes: float | None = None) -> dict[str, Any]:
+        """Run a command unless its result is in the file `kept`, and keep it there."""
         if kept.is_file():
             return json.loads(kept.read_text())
         found = self.deft(*words, minutes=minutes)
@@ -166,13 +169,13 @@ class Bench:
         unfinished = kept.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(found, indent=1))
         unfinished.replace(kept)
-        print(f"seed {seed}: {name} in {found['seconds']:.0f} s", flush=True)
+        print(f"{label} in {found['seconds']:.0f} s", flush=True)
         return found
 
     def train(self, seed: int, name: str, *words: object) -> dict[str, Any]:
         """Train in the folder of the seed; resume an interrupted run."""
         common = ["--seed", seed, "--device", self.arguments.device, "--console_level", "WARNING", "--auto_resume"]
-        common += ["--threads", self.width]  # workers wait while the model learns: both may use all cores
+        common += ["--threads", self.threads]  # workers wait while the model learns: both may use all cores
         folder = self.root / f"seed-{seed}" / name
         return self.step(seed, name, "train", *words, *common, "--output_dir", folder, minutes=self.arguments.minutes)
 

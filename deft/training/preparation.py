@@ -21,7 +21,7 @@ from deft.config.output_base import below_output_base
 from deft.config.recipes import Recipe
 from deft.config.settings import GPU_VECTORS, OfflineRunConfig, RunConfig
 from deft.config.training import Training, parse_training
-from deft.data.datasets.minari import recorded_episodes
+from deft.data.datasets import lerobot, minari
 from deft.envs.suites import find_suite
 from deft.errors import InputError
 from deft.runs import checkpoint
@@ -86,7 +86,7 @@ def unfinished(recipe: Recipe, config: Any) -> Iterator[tuple[Step, str]]:
                 yield Step([*step.words, *resumes], step.path, step.uses), state
             continue
         wanted = recorded[step.path] = recorded.get(step.path, 0) + int(flag(step.words, "--episodes"))
-        found = recorded_episodes(step.path)
+        found = lerobot.recorded_episodes(step.path) or minari.recorded_episodes(step.path)
         if found < wanted:
             state = f"has {found} of {wanted} episodes" if found else "is missing"
             yield Step(remaining(step.words, wanted - found, found), step.path, step.uses), state

@@ -50,12 +50,14 @@ def test_another_policy_or_dataset_needs_less():
     assert len(commands("tabletop-iql-labels", "--model-path", "mine")) == 3
 
 
-def test_an_interrupted_recording_is_continued():
+@pytest.mark.parametrize("data_format", ["minari", "lerobot"])
+def test_an_interrupted_recording_is_continued(data_format):
     """2 + 3 episodes by two commands. The dataset has 1, then 2, then 4 and then all 5 of them."""
     path = "outputs/driving/expert-v0"
+    collect = f"{COLLECT} --format {data_format}"
     header = dataclasses.replace(
         read_recipe(PRESETS / "driving-sft.yaml"),
-        prepare=(f"{COLLECT} --episodes 2 --out {path}", f"{COLLECT} --episodes 3 --append --out {path}"),
+        prepare=(f"{collect} --episodes 2 --out {path}", f"{collect} --episodes 3 --append --out {path}"),
     )
     config = parse_training(["--recipe", "driving-sft"]).config
 
@@ -70,7 +72,7 @@ def test_an_interrupted_recording_is_continued():
         (2, ("has 4 of 5 episodes", "1", True)),
         (1, None),
     ):
-        assert main(preparation.words_of(f"{COLLECT} --episodes {episodes} --append --out {path}")) == 0
+        assert main(preparation.words_of(f"{collect} --episodes {episodes} --append --out {path}")) == 0
         assert first() == left
 
 

@@ -44,6 +44,11 @@ def matches(path: Path) -> bool:
     return (path / "meta" / "info.json").is_file()
 
 
+def recorded_episodes(path: str | Path) -> int:
+    """Return the number of episodes in a recording; 0 if there is none yet."""
+    return len(read_meta(Path(path)).episodes) if matches(Path(path)) else 0
+
+
 def load(
     path: Path,
     name: str,
