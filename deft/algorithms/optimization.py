@@ -65,6 +65,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
             group["lr"] = learning_rate
 
 
+@torch.no_grad()
+def restart(optimizer: torch.optim.Optimizer) -> None:
+    """Forget the averages of the gradients and the number of steps, in place.
+
+    For parameters that had no gradient so far: their averages are 0, and divided by 1 − β^t of the steps that others
+    took they would move by a multiple of the learning rate.
+    """
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
 def backward(loss: Tensor, *optimizers: torch.optim.Optimizer, accumulate: bool = False) -> None:
     """Compute the gradients of a loss for the parameters of the optimizers; `accumulate`: add them to the present ones.
 

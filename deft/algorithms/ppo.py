@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from deft import schema
+from deft.algorithms import optimization
 from deft.algorithms.action_critic import ActionCritic
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
@@ -89,6 +90,8 @@ class PPO(PolicyGradient):
         """What an update trains on: the rollout with advantages."""
         schema.check_scalars(rollout)
         self._schedule_learning_rate()
+        if self.version == self.settings.value_warmup > 0:
+            optimization.restart(self.optimizer)
         epochs = Epochs(self._with_advantages(rollout))
         if self.action_critic is not None:
             assert epochs.data is not None

@@ -11,6 +11,7 @@ from deft.algorithms.optimization import (
     backward,
     gradients_of,
     load_optimizer_state,
+    restart,
     set_learning_rate,
 )
 from deft.algorithms.ppo import PPO
@@ -91,6 +92,24 @@ def test_steps_and_state_are_those_of_torch(capturable, flat_first):
     train(first, one, range(3, 6))
     train(second, another, range(3, 6))
     assert_same_weights(first, second)
+
+
+@pytest.mark.parametrize("kind", [FlatAdam, torch.optim.AdamW])
+def test_an_optimizer_restarts_as_a_new_one(kind):
+    layer, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    other.load_state_dict(layer.state_dict())
+    optimizer = kind(layer.parameters(), 0.1)
+    for _ in range(3):
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    layer.load_state_dict(other.state_dict())
+    restart(optimizer)
+    new = kind(other.parameters(), 0.1)
+    for one, used in ((layer, optimizer), (other, new)):
+        used.zero_grad()
+        one(torch.ones(1, 3)).square().sum().backward()
+        used.step()
+    assert torch.equal(layer.weight, other.weight)
 
 
 def test_the_state_survives_a_file(tmp_path):

@@ -310,6 +310,19 @@ def test_the_adaptive_rate_waits_for_the_policy():
     assert algorithm.learning_rate == pytest.approx(1.5e-3)
 
 
+def test_the_first_step_after_the_warm_up_is_that_of_a_new_optimizer():
+    policy = make_policy()
+    settings = PPOSettings(learning_rate=1e-3, value_warmup=20, batch_size=32, n_epochs=1, adam_epsilon=1e-12)
+    algorithm = PPO(policy, settings)
+    for version in range(20):
+        algorithm.update(iter([make_rollout(policy, version=version)]))
+    before = policy.head.log_std.detach().clone()
+    algorithm.update(iter([make_rollout(policy, version=20)]))
+    # Adam's first step is α · g / |g|. With the 20 steps of the value counted as steps of the policy it would be
+    # α · 0.1 g / (1 − 0.9²¹) / √(0.001 g² / (1 − 0.999²¹)) = 0.51 α, and a multiple of α with a longer warm-up.
+    assert (policy.head.log_std - before).abs().tolist() == pytest.approx([1e-3, 1e-3], rel=1e-2)
+
+
 def test_reward_normalisation_is_part_of_the_policy():
     policy = make_policy(normalize_reward=True)
     algorithm = PPO(policy, PPOSettings(gamma=0.0))
