@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
 from deft.algorithms import optimization
+from deft.algorithms.captured_step import CapturedStep
 from deft.errors import InputError
 from deft.models.mlp import BatchedMLP
 from deft.models.policy import Policy
@@ -27,6 +28,7 @@ LEARNING_RATE = 5e-4
 NUM_ROLLOUTS = 16  # the last ones, on which it is trained
 NUM_UPDATES = 32  # gradient steps for each rollout
 BATCH_SIZE = 4096
+COLUMNS = "features", "unit", "advantage"  # of a transition: of the critic [n, S], unit actions [n, A], [n]
 LARGEST_ADVANTAGE = 5.0  # in standard deviations; larger ones are clipped
 
 
@@ -36,7 +38,7 @@ class ActionCritic:
     Â = (GAE − mean) / deviation, of the rollout that a transition belongs to.
     """
 
-    def __init__(self, policy: Policy, seed: int) -> None:
+    def __init__(self, policy: Policy, seed: int, captures: bool = False) -> None:
         if policy.critic is None:
             raise InputError(
                 "action_critic_coef: a critic of actions reads streams that the policy does not; name them with "
@@ -54,9 +56,10 @@ class ActionCritic:
             torch.manual_seed(seed)
             inputs = self.encoder.dim + policy.center.numel()
             self.networks = BatchedMLP(NUM_NETWORKS, inputs, HIDDEN_SIZES, 1, layer_norm=True).to(self.device)
-        self.optimizer = optimization.make_optimizer(self.networks.parameters(), LEARNING_RATE)
+        self._captured = CapturedStep(self._step) if captures else None
+        self.optimizer = optimization.make_optimizer(self.networks.parameters(), LEARNING_RATE, capturable=captures)
         self.rollouts: list[tuple[Tensor, ...]] = []
-        """Of each of the last rollouts: features of the critic [n, S], unit actions [n, A], advantages [n]."""
+        """Of each of the last rollouts: the `COLUMNS`."""
         self.processes: optimization.SharedTraining | None = None
 
     def improvement(self, observation: Any, scored: dict[str, Tensor]) -> Tensor:
@@ -94,19 +97,22 @@ class ActionCritic:
         self.rollouts = [*self.rollouts, (features, unit, advantage)][-NUM_ROLLOUTS:]
         columns = [torch.cat(parts) for parts in zip(*self.rollouts, strict=True)]
         count = len(columns[0])
+        transitions = TensorDict(dict(zip(COLUMNS, columns, strict=True)), batch_size=[count])
         chosen = torch.randint(count, (NUM_UPDATES, min(BATCH_SIZE, count)), generator=self.generator).to(self.device)
-        losses = [self._step(*(column[batch] for column in columns)) for batch in chosen]
+        step = self._step if self._captured is None or self.processes is not None else self._captured
+        losses = [step(transitions[batch])["loss"] for batch in chosen]
         return {"action_critic_loss": torch.stack(losses).mean(), "action_critic_correlation": correlation}
 
     def _outputs(self, features: Tensor, unit: Tensor, frozen: bool) -> Tensor:
         """f_i, [networks, B]."""
         return self.networks(torch.cat([features, unit], 1).unsqueeze(0), frozen=frozen).squeeze(-1)
 
-    def _step(self, features: Tensor, unit: Tensor, advantage: Tensor) -> Tensor:
+    def _step(self, batch: TensorDictBase) -> dict[str, Tensor]:
+        features, unit, advantage = (batch[name] for name in COLUMNS)
         loss = (self._outputs(features, unit, frozen=False) - advantage).square().mean()
         optimization.backward(loss, self.optimizer)
         optimization.apply_gradients(self.optimizer, processes=self.processes)
-        return loss.detach()
+        return {"loss": loss.detach()}
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to continue bit for bit, with the last rollouts."""

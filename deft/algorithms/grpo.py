@@ -233,7 +233,7 @@ class GRPO(PolicyGradient):
             limit = self.settings.target_kl
             return limit is not None and self._maximum(float(approximate_kl(losses)) if losses else 0.0) > 1.5 * limit
 
-        return epochs.train(self.settings.n_epochs, order, minibatches, self._step, ends, self.should_stop)
+        return epochs.train(self.settings.n_epochs, order, minibatches, self._captured_step, ends, self.should_stop)
 
     def _step(self, minibatch: TensorDictBase | None) -> Metrics:
         """One step of the optimizer, on the mean over all processes' steps; this one may have none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from deft.algorithms import optimization
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
+from deft.algorithms.captured_step import CapturedStep, can_capture
 from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.errors import InputError, RunError, Stopped
 from deft.models.normalization import freeze_statistics, frozen_statistics, restore_frozen_statistics
@@ -122,6 +123,10 @@ class PolicyGradient(Algorithm):
 
     settings: Any
     unfinished: Epochs | None = None
+    _compiles: bool = False
+    """Whether the update is compiled, and not captured."""
+    _kind_of_step: Hashable = None
+    """What the Python branches of `_step` depend on."""
 
     def __init__(self, policy: Policy, settings: PPOSettings | GRPOSettings, seed: int = 0) -> None:
         self.policy, self.settings = policy, settings
@@ -130,13 +135,17 @@ class PolicyGradient(Algorithm):
         freeze_statistics(policy)
         use_precision(policy, settings.precision)
         self.auxiliary = make_auxiliary(policy, settings)  # before the optimizer, which leaves its parameters out
+        self._captured = CapturedStep(self._step) if can_capture(policy, settings, self._compiles) else None
         self.optimizer = self._make_optimizer()
         self.learning_rate = settings.learning_rate
         self.generator = torch.Generator().manual_seed(seed)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         return optimization.make_optimizer(
-            self.policy.parameters(), self.settings.learning_rate, epsilon=self.settings.adam_epsilon
+            self.policy.parameters(),
+            self.settings.learning_rate,
+            epsilon=self.settings.adam_epsilon,
+            capturable=self._captured is not None,
         )
 
     def check_policy(self, fresh: bool) -> None:
@@ -213,6 +222,16 @@ class PolicyGradient(Algorithm):
         return value if self.processes is None else self.processes.maximum(value, self.device)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _step(self, minibatch: Any) -> Metrics:
+        """Take one step of the optimizer and return the metrics of the minibatch."""
+        raise TypeError(f"{type(self).__name__} does not define _step")
+
+    def _captured_step(self, minibatch: Any) -> Metrics:
+        """`_step`, by a CUDA graph where there is one."""
+        if self._captured is None or self.processes is not None:
+            return self._step(minibatch)
+        return self._captured(minibatch, self._kind_of_step)
 
     def _loss(self, scored: dict[str, Tensor], minibatch: TensorDictBase) -> tuple[Tensor, Metrics]:
         """Return the loss of a minibatch and its metrics, given the policy's scores of the stored actions."""

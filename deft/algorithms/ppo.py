@@ -48,7 +48,9 @@ class PPO(PolicyGradient):
     def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or PPOSettings(), seed)
         self._held = self._held_in_warmup() if self.settings.value_warmup else []
-        self.action_critic = ActionCritic(policy, seed) if self.settings.action_critic_coef else None
+        self.action_critic = (
+            ActionCritic(policy, seed, self._captured is not None) if self.settings.action_critic_coef else None
+        )
         policy.reparameterizes = self.action_critic is not None
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
@@ -69,7 +71,7 @@ class PPO(PolicyGradient):
             self.settings.n_epochs,
             partial(self._order, rollout),
             partial(self._parts, rollout),
-            self._step,
+            self._captured_step,
             self._kl_too_large,
             self._stops,
         ):
@@ -117,7 +119,15 @@ class PPO(PolicyGradient):
         if saved is not None and critic is not None:
             critic.load_state_dict(saved)
 
+    @property
+    def _compiles(self) -> bool:  # type: ignore[override]
+        return self.settings.compile
+
     # -- warm-up of the value ------------------------------------------------------------------------------------------
+
+    @property
+    def _kind_of_step(self) -> bool:  # type: ignore[override]
+        return self._warms_up
 
     @property
     def _warms_up(self) -> bool:

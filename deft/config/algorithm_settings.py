@@ -75,6 +75,8 @@ class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.M
     """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
     precision: groups.Precision = "fp32"
     """Number format of products; `bf16`: the image layers of `vla-tiny` alone; `tf32` is for GPUs."""
+    capture: Literal["auto", "on", "off"] = "auto"
+    """Capture gradient steps as CUDA graphs and replay them; `auto`: on a GPU, for policies known to allow it."""
 
 
 @settings

@@ -188,6 +188,7 @@ class ActorCritic(Policy):
     """
 
     acts_on_features = True
+    capturable = True
 
     def __init__(
         self,

@@ -64,6 +64,8 @@ class Policy(nn.Module):
     """Whether `act` reads `schema.MEMORY` and writes `schema.NEXT_MEMORY`; `evaluate_actions` then takes [T, B]."""
     needs_reward: bool = False
     """Whether `act` reads `schema.PREVIOUS_REWARD`."""
+    capturable: bool = False
+    """Whether a gradient step on `evaluate_actions` may be captured as a CUDA graph: it never waits for the GPU."""
     chunk_length: int = 1
     """Env steps that one call of `act` decides."""
     streams: frozenset[str] | None = None

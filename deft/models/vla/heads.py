@@ -166,12 +166,17 @@ class SwitchedChunks(Chunks):
     probabilities, and reinforcement learning then explores the uncertain ones. A Gaussian around "closed" never opens.
     """
 
+    switches: Tensor
+    others_at: Tensor
     ways: Tensor
 
     def __init__(self, others: Chunks, width: int, chunk_length: int, action_dim: int, dims: Sequence[int]) -> None:
         super().__init__(chunk_length, action_dim)
         self.others, self.dims = others, list(dims)
         self.rest = [dim for dim in range(action_dim) if dim not in self.dims]
+        # Tensors on the device of the actions: to index with a list would copy it there each time, and wait for it.
+        self.register_buffer("switches", torch.tensor(self.dims), persistent=False)
+        self.register_buffer("others_at", torch.tensor(self.rest), persistent=False)
         self.out = _small_output(width, len(self.dims) * 2 * chunk_length)
         opened = [[1.0] * steps + [-1.0] * (chunk_length - steps) for steps in range(chunk_length + 1)]
         closed = [[-1.0] * steps + [1.0] * (chunk_length - steps) for steps in range(1, chunk_length)]
@@ -190,18 +195,18 @@ class SwitchedChunks(Chunks):
 
     def score(self, features: Tensor, actions: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
         """Score with the head of the other dims; the log-prob of a switch is added to the first step."""
-        tokens, entropy = self.others.score(features, actions[..., self.rest], self._mask_of_others(mask), sample)
+        tokens, entropy = self.others.score(features, actions[..., self.others_at], self._mask_of_others(mask), sample)
         logs = self._log_probs(features)
         chosen = self._chosen(logs, self.way(actions), mask).sum(1)
         switch_entropy = -(logs.exp() * logs).sum(-1)
         if mask is not None:
-            switch_entropy = switch_entropy.masked_fill(~mask[:, 0, self.dims], 0.0)
+            switch_entropy = switch_entropy.masked_fill(~mask[:, 0, self.switches], 0.0)
         return torch.cat([tokens[:, :1] + chosen.unsqueeze(1), tokens[:, 1:]], 1), entropy + switch_entropy.sum(1)
 
     def reparameterize(self, features: Tensor, actions: Tensor) -> Tensor:
         """The other dims as by their head; a switch has no gradient."""
         moved = actions.clone()
-        moved[..., self.rest] = self.others.reparameterize(features, actions[..., self.rest])
+        moved[..., self.others_at] = self.others.reparameterize(features, actions[..., self.others_at])
         return moved
 
     def alternatives(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +236,7 @@ class SwitchedChunks(Chunks):
 
     def imitation_loss(self, features: Tensor, actions: Tensor, step_mask: Tensor | None) -> Tensor:
         """The loss of the other dims, and −log p of the switches in chunks that end within the episode."""
-        loss = self.others.imitation_loss(features, actions[..., self.rest], step_mask)
+        loss = self.others.imitation_loss(features, actions[..., self.others_at], step_mask)
         chosen = self._chosen(self._log_probs(features), self.way(actions), None).mean(1)
         if step_mask is not None:
             chosen = chosen * step_mask.all(1)
@@ -240,7 +245,7 @@ class SwitchedChunks(Chunks):
 
     def way(self, actions: Tensor) -> Tensor:
         """The sequence of each switch, [B, switches]: the one that agrees with the sign of the most steps."""
-        signs = torch.where(actions[..., self.dims] > 0, 1.0, -1.0).to(self.ways)  # [B, K, S]
+        signs = torch.where(actions[..., self.switches] > 0, 1.0, -1.0).to(self.ways)  # [B, K, S]
         return torch.einsum("bks,wk->bsw", signs, self.ways).argmax(-1)
 
     def _agreement(self, inpainting: Inpainting) -> Tensor:
@@ -254,17 +259,17 @@ class SwitchedChunks(Chunks):
     def _chosen(self, logs: Tensor, way: Tensor, mask: Tensor | None) -> Tensor:
         """log p of the sequences, [B, switches]; 0 for padded dims."""
         chosen = logs.gather(-1, way.unsqueeze(-1)).squeeze(-1)
-        return chosen if mask is None else chosen.masked_fill(~mask[:, 0, self.dims], 0.0)
+        return chosen if mask is None else chosen.masked_fill(~mask[:, 0, self.switches], 0.0)
 
     def _joined(self, others: Tensor, way: Tensor) -> Tensor:
         """Whole actions of the other dims and the sequences of the switches."""
         action = others.new_empty(len(others), *self.shape)
-        action[..., self.rest] = others
-        action[..., self.dims] = self.ways[way].transpose(1, 2).to(others)
+        action[..., self.others_at] = others
+        action[..., self.switches] = self.ways[way].transpose(1, 2).to(others)
         return action
 
     def _mask_of_others(self, mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else mask[..., self.rest]
+        return None if mask is None else mask[..., self.others_at]
 
 
 def _small_output(width: int, size: int) -> nn.Linear:

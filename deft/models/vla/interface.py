@@ -70,6 +70,8 @@ class BaseVLAModel(nn.Module, ABC):
     dims need it."""
     takes_step_mask: bool = False
     """Whether `evaluate_actions` has the keyword `step_mask` (bool [B, K]) and scores these steps of a chunk alone."""
+    capturable: bool = False
+    """Whether a gradient step may be captured as a CUDA graph: scoring actions never waits for the GPU."""
     keeps_sample: bool = False
     """Whether a log-prob needs more than the action, such as the denoising chain of a flow. `act` then returns a fourth
     value, tensors [B, …] by name, which `evaluate` receives as `sample`."""

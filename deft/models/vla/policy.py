@@ -103,6 +103,7 @@ class VLAPolicy(ActionScale, Policy):
         self.can_inpaint = self.noise_shape is not None and self.model.can_inpaint
         self.acts_on_features = self.encoder is None and self.model.shares_features
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
+        self.capturable = self.model.capturable
         self._sample_method = "act" if overrides(model, "act") else "forward"
         self._score_method = "evaluate" if overrides(model, "evaluate") else "evaluate_actions"
         self._has_own_loss = overrides(model, "imitation_loss")

@@ -190,6 +190,7 @@ class TinyVLAModel(StreamVLA):
     """
 
     image_multiple = IMAGE_MULTIPLE
+    capturable = True
     spec_class = TinySpec
 
     def __init__(self, spec: TinySpec | None = None, **given: Any) -> None:
