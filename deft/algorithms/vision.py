@@ -20,15 +20,19 @@ from deft.config.algorithm_settings import VisionSettings
 from deft.data.augmentation import has_images
 from deft.data.datasets.dataset import Dataset
 from deft.errors import InputError
-from deft.models.frame_prediction import FramePredictor
+from deft.models.frame_prediction import NO_ALTERNATIVE, FramePredictor
 from deft.models.policy import Policy
+
+MULTIPLIER = 6364136223846793005  # of a linear congruential generator modulo 2⁶⁴ (Knuth)
 
 
 class Vision(ActorAlgorithm):
     """L = w_p L_next + w_t L_text, each a mean over the cameras.
 
     L_next = −E log softmax_j(u_i · v_j / τ) at j = i: which image of the batch follows observation i after the K
-    actions of a chunk? Frames of other scenes with the same pose of the arm differ by their objects alone.
+    actions of a chunk? Frames of other scenes with the same pose of the arm differ by their objects alone. All images
+    are encoded with one instruction, which therefore is no hint, and equal images (the end of an episode, after
+    several chunks) are no alternatives.
 
     L_text = −E log softmax_j s(image_i, text_j) at j = i: which of n instructions belongs to the image? The score s is
     that of the queries by which the policy finds what an instruction names. Instructions with the same words are no
@@ -48,6 +52,7 @@ class Vision(ActorAlgorithm):
         assert policy.action_dim is not None
         self.predictor = FramePredictor(cameras, features, policy.action_dim)
         self.predictor.to(next(iter(policy.vision_parameters())).device)
+        self._has_alternatives = False
         super().__init__(policy, settings or VisionSettings(), seed)
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:
@@ -93,17 +98,30 @@ class Vision(ActorAlgorithm):
         loss = features.new_zeros(())
         metrics: Metrics = {}
         if scores is not None:
+            self._check_alternatives(scores)
             logits = self.predictor.text_logits(scores)
             right = torch.zeros(len(features), dtype=torch.long, device=features.device)
             metrics |= _measure("text", logits, right)
             loss = loss + settings.text_weight * metrics["text_loss"]
         if settings.prediction_weight:
             next_features, _ = self.policy.describe_frames(batch[schema.NEXT_OBSERVATION])
-            logits = self.predictor.next_logits(features, self._actions(batch), next_features)
+            same = _same_rows(batch[schema.NEXT_OBSERVATION])
+            logits = self.predictor.next_logits(features, self._actions(batch), next_features, same)
             right = torch.arange(len(features), device=features.device)
             metrics |= _measure("prediction", logits, right)
             loss = loss + settings.prediction_weight * metrics["prediction_loss"]
         return loss, metrics
+
+    def _check_alternatives(self, scores: Tensor) -> None:
+        """Raise an error if all instructions of the first batch are equal: there is nothing to choose from."""
+        if self._has_alternatives:
+            return
+        if not (scores[..., 1:] > NO_ALTERNATIVE).any():
+            raise InputError(
+                f"text_weight {self.settings.text_weight:g}: all {len(scores)} transitions of the first batch have the "
+                "same instruction, so that there is no other to compare it with; use --text_weight 0"
+            )
+        self._has_alternatives = True
 
     @torch.no_grad()
     def _actions(self, batch: Mapping[Any, Any]) -> Tensor:
@@ -119,6 +137,18 @@ def _every(parts: Sequence[Any], first: int) -> Any:
     if isinstance(parts[0], Mapping):
         return {name: _every([part[name] for part in parts], first) for name in parts[0]}
     return torch.cat(list(parts))[first :: len(parts)]
+
+
+@torch.no_grad()
+def _same_rows(streams: Mapping[str, Tensor]) -> Tensor:
+    """Which rows of a batch have the same bytes in all streams, bool [B, B]; by a checksum of 64 bits."""
+    checksums: Any = 0
+    for name in sorted(streams):
+        data = streams[name].flatten(1).contiguous().view(torch.uint8).long()
+        factors = (torch.arange(data.shape[1], device=data.device) + 1) * MULTIPLIER  # modulo 2⁶⁴
+        factors = (factors ^ (factors >> 31)) * MULTIPLIER  # as good as random
+        checksums = checksums * MULTIPLIER + (data * factors).sum(1)
+    return checksums[:, None] == checksums[None]
 
 
 def _measure(name: str, logits: Tensor, right: Tensor) -> Metrics:

@@ -14,6 +14,7 @@ from torch.nn import functional
 EMBEDDING_DIM = 64
 WIDTH = 256
 TEMPERATURE = 0.1  # initial; learned
+NO_ALTERNATIVE = -1e4  # score of an instruction with the same words as the right one: its probability is 0
 
 
 class FramePredictor(nn.Module):
@@ -41,15 +42,18 @@ class FramePredictor(nn.Module):
         self.log_scale = nn.Parameter(torch.full((num_cameras,), -math.log(TEMPERATURE)))
         self.log_text_scale = nn.Parameter(torch.ones(num_cameras))
 
-    def next_logits(self, features: Tensor, actions: Tensor, next_features: Tensor) -> Tensor:
+    def next_logits(self, features: Tensor, actions: Tensor, next_features: Tensor, same: Tensor) -> Tensor:
         """Logits of every next image of the batch after every observation: [cameras, B, B], the true one at [i, i].
 
-        `features` and `next_features` are [B, cameras, F], `actions` [B, A].
+        `features` and `next_features` are [B, cameras, F], `actions` [B, A]. `same` [B, B]: next images that are equal;
+        they are no alternatives to each other.
         """
         predicted = self.predict(torch.cat([features.flatten(1), actions], 1)).unflatten(1, (self.num_cameras, -1))
         found = torch.stack([target(next_features[:, camera]) for camera, target in enumerate(self.targets)])
         predicted, found = functional.normalize(predicted.transpose(0, 1), dim=-1), functional.normalize(found, dim=-1)
-        return predicted @ found.transpose(1, 2) * self.log_scale.exp()[:, None, None]
+        logits = predicted @ found.transpose(1, 2) * self.log_scale.exp()[:, None, None]
+        is_other = ~torch.eye(len(same), dtype=torch.bool, device=same.device)
+        return logits.masked_fill(same & is_other, -torch.inf)
 
     def text_logits(self, scores: Tensor) -> Tensor:
         """Scores of instructions [B, cameras, n] as logits: [cameras, B, n]."""

@@ -62,18 +62,19 @@ class CameraEncoder(nn.Module, ABC):
         """uint8 images [B, 3, h, w] and text features [B, TEXT_DIM] → [B, out_dim]."""
         return self._pool(self._cells(image, text), self._text_queries(text))
 
-    def describe(self, image: Tensor, text: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, and how well each of several texts fits the image: [B, out_dim] and [B, n].
+    def describe(self, image: Tensor, text: Tensor, choices: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward`, and how well each of several texts [B, n, TEXT_DIM] fits the image: [B, out_dim] and [B, n].
 
-        `candidates` [B, n] are rows of `text`. The score of a text is the mean of Σ p f q over its queries. It is
-        high only where the attention is concentrated on cells that match. The cells are encoded without a text, so
-        that they do not contain the right answer.
+        The score of a text is the mean of Σ p f q over its queries. It is high only where the attention is
+        concentrated on cells that match. The cells are encoded without a text, so that they do not contain the right
+        answer.
         """
-        cells, text_queries = self._cells(image, text), self._text_queries(text)
-        features = self._pool(cells, text_queries)
+        cells = self._cells(image, text)
+        features = self._pool(cells, self._text_queries(text))
         if self.reads_text:
             cells = self._cells(image, torch.zeros_like(text))
-        matches = _matches(cells, text_queries[candidates].flatten(1, 2))  # [B, n WORD_QUERIES, cells]
+        queries = self._text_queries(choices.flatten(0, 1)).unflatten(0, choices.shape[:2])
+        matches = _matches(cells, queries.flatten(1, 2))  # [B, n WORD_QUERIES, cells]
         scores = ((SHARPNESS * matches).softmax(-1) * matches).sum(-1)
         return features, scores.unflatten(1, (-1, WORD_QUERIES)).mean(-1)
 

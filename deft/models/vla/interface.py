@@ -260,9 +260,10 @@ class BaseVLAModel(nn.Module, ABC):
     def describe_frames(self, observations: TensorDictBase, num_texts: int = 0) -> tuple[Tensor, Tensor | None]:
         """Features of each camera image, [B, cameras, F], by which `deft train vision` predicts later images.
 
+        If they depend on a text, it is the same for all rows (that of the first one): their own would be a hint.
         With `num_texts` n the second value is how well instructions fit each image, [B, cameras, n]: that of its own
-        row i first, then those of the rows i + 1 … i + n − 1 of the batch, modulo B; −10⁴ for an instruction with the
-        words of the own one.
+        row i first, then those of the rows i + 1 … i + n − 1 of the batch, modulo B; `NO_ALTERNATIVE`, −10⁴, for an
+        instruction with the words of the own one.
         """
         raise InputError(f"vision: {type(self).__name__} has no `describe_frames`; use --model vla-tiny")
 

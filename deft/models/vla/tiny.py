@@ -21,6 +21,7 @@ from deft import schema
 from deft.errors import InputError
 from deft.models.chunks import Chunks
 from deft.models.denoising import DENOISING_CHUNKS, Denoising
+from deft.models.frame_prediction import NO_ALTERNATIVE
 from deft.models.inpainting import Inpainting
 from deft.models.normalization import RunningNormalizer
 from deft.models.vla.cameras import ENCODERS, LEAST_CELLS, TEXT_DIM, CameraEncoder
@@ -42,7 +43,6 @@ PROPRIO_EPSILON = 1e-4  # added to a variance: dims that are almost constant in 
 POSITIONS_WEIGHT = 0.3  # weight of the loss of object positions in the imitation loss
 UNLABELLED_WEIGHT = 0.1  # weight of a position without a label, whose target is 0 so that it does not drift
 LABEL_NOISE = 0.004  # metres: noise on labels that the trunk reads in imitation; its predictions have errors too
-SAME_TEXT = -1e4  # score of an instruction that is no alternative: its probability is 0
 FINE = (0.05, 0.015)  # metres: with a bottleneck the trunk also reads tanh(position / scale) for these scales
 
 
@@ -431,16 +431,20 @@ class TinyVLAModel(StreamVLA):
             yield from module.parameters()
 
     def describe_frames(self, observations: TensorDictBase, num_texts: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Features of the images, [B, cameras, F], and scores of instructions, [B, cameras, num_texts]."""
+        """Features of the images, [B, cameras, F], and scores of instructions, [B, cameras, num_texts].
+
+        Features depend on a text. It is that of the first row for all images: with their own, the next image of a row
+        would be recognised by its instruction, without looking at it.
+        """
         images = [square_images(read_stream(observations, key), self.image_size, key) for key in self.image_keys]
         texts, batch = self.instructions(observations), len(images[0])
         if texts is None:
             names = self.trunk[0].weight.new_zeros(batch, TEXT_DIM)
         else:
             names = self._encode_texts(texts)[1]
-        pairs = list(zip(self.cameras, images, strict=True))
+        shared, pairs = names[:1].expand(batch, -1), list(zip(self.cameras, images, strict=True))
         if not num_texts:
-            return torch.stack([camera(image, names) for camera, image in pairs], 1), None
+            return torch.stack([camera(image, shared) for camera, image in pairs], 1), None
         if texts is None:
             raise InputError(
                 "text_weight: the observations have no instructions to compare with the images; use --text_weight 0"
@@ -449,8 +453,9 @@ class TinyVLAModel(StreamVLA):
         candidates = (rows[:, None] + rows[:num_texts]) % batch
         is_same = (texts[candidates] == texts[:, None]).all(-1)
         is_same[:, 0] = False
-        features, scores = zip(*(camera.describe(image, names, candidates) for camera, image in pairs), strict=True)
-        return torch.stack(features, 1), torch.stack(scores, 1).masked_fill(is_same[:, None], SAME_TEXT)
+        choices = names[candidates]
+        features, scores = zip(*(camera.describe(image, shared, choices) for camera, image in pairs), strict=True)
+        return torch.stack(features, 1), torch.stack(scores, 1).masked_fill(is_same[:, None], NO_ALTERNATIVE)
 
     def vision_parameters(self) -> Iterator[nn.Parameter]:
         """Yield those of the camera encoders and of the text encoder that conditions them."""
