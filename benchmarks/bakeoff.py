@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import shutil
 import sys
@@ -40,17 +39,14 @@ from bakeoff_methods import DISTILLATION, FLOW, METHODS, WORLDS, Method, Scale
 from bakeoff_plan import Part, Plan, imitation_seconds, seconds_of
 from common import last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
 from forked import Forked
-from headline import STOPPED, Bench, steps_to
+from headline import steps_to
+from timed_bench import StoppedError, TimedBench
 
 START = "demonstrations, SFT"  # the part of a seed that all methods need
 Results = dict[str, dict[int, dict[str, Any]]]  # of each method and seed
 
 
-class StoppedError(RuntimeError):
-    """`--stop-after` is over: a command was stopped, or not started."""
-
-
-class BakeOff(Bench):
+class BakeOff(TimedBench):
     """One call of this script: its settings, and a queue of free sets of cores."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -65,28 +61,6 @@ class BakeOff(Bench):
         self.limit: list[object] = []
         if arguments.episode_steps is not None:
             self.limit = ["--max_episode_steps", arguments.episode_steps]
-
-    @property
-    def minutes_left(self) -> float:
-        """Minutes until commands are stopped."""
-        most = self.arguments.stop_after
-        return math.inf if most is None else most - (time.monotonic() - self.started) / 60
-
-    def deft(self, *words: object, minutes: float | None = None) -> dict[str, Any]:
-        """One command, as in `Bench.deft`; raise `StoppedError` if `--stop-after` ended it."""
-        if self.minutes_left <= 0:
-            raise StoppedError(f"not started: deft {words[0]} {words[1]}")
-        most = min(self.minutes_left, math.inf if minutes is None else minutes)
-        stopped = StoppedError(f"stopped: deft {words[0]} {words[1]}")
-        try:
-            found = super().deft(*words, minutes=None if math.isinf(most) else most)
-        except RuntimeError as error:  # it was stopped before it could save
-            if self.minutes_left <= 0:
-                raise stopped from error
-            raise
-        if found["status"] == STOPPED and self.minutes_left <= 0:
-            raise stopped
-        return found
 
     def command(self, words: list[str], core_set: list[int], limit: float | None) -> tuple[int, str, str]:
         """Run `deft`; on the CPU in a process that need not import it."""

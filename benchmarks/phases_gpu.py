@@ -1,6 +1,7 @@
 """Do the phases pay, on thousands of environments? The whole comparison, seed by seed, in one resumable program.
 
     python benchmarks/phases_gpu.py --device cuda --seeds 0 1 2 [--rewards documents excess disagreement progress]
+    python benchmarks/phases_gpu.py --device cuda --seeds 0 --stop-after 10       in calls of limited time
     python benchmarks/phases_gpu.py --tables
 
 For each seed, from one teacher:
@@ -17,14 +18,20 @@ For each seed, from one teacher:
     policy      a world model used for a policy: `vision_results.py`, camera encoders trained on video before imitation
                 against imitation alone, on held-out scenes; `--demonstrations 0`: not
 
-What is known is in RESULTS/results.json at once, by seed and stage; a stopped program continues with the stage in which
-it stopped, and a stopped run from its last checkpoint. Other flags are settings of `deft train all`.
+The plan with estimated times is printed first; `--plan` prints nothing else. What is known is in RESULTS/results.json
+at once, by seed and stage. After `--stop-after` minutes the current run is stopped, and saves; the exit status is then
+1. The same command continues with the stage in which it stopped, and a run from its last checkpoint. Other flags are
+settings of `deft train all`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +39,9 @@ from typing import Any
 
 import torch
 import vision_results
-from common import machine, print_table
+from bakeoff_plan import CPU_STEPS, START, Part, Plan, warp_rate
+from common import machine, print_machine, print_table
+from timed_bench import StoppedError, interrupted_after
 
 from deft.config.f1_settings import PhaseConfig
 from deft.config.rl_yaml import parse_phase
@@ -65,10 +74,13 @@ REWARDS: dict[str, dict[str, float]] = {
     "progress": {**ALONE, "learning_progress_weight": 1.0},
 }
 TIMED = 3  # rounds
+# Estimates of the plan, which the first stages correct: the part of the simulator's env steps per second that remains
+# with an explorer's network and updates, and seconds of an update of the world model.
+EXPLORER, WORLD_MODEL_UPDATE = 0.5, {"cuda": 0.1, "cpu": 1.0}
 MODELS = {"teacher": "phase 1", "random": "phase 1, as many updates more", "game": "phases 1 to 3"}
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> int:
     """All seeds, and the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--teacher", help="a run, checkpoint or weights file of phase 1; by default the one that ships")
@@ -82,19 +94,28 @@ def main() -> None:
     parser.add_argument("--evaluation-seed", type=int, default=4000, help="of the held-out scenes")
     parser.add_argument("--results", type=Path, default=Path("outputs/phases_gpu"))
     parser.add_argument("--tables", action="store_true", help="print what is known, and train nothing")
+    parser.add_argument("--plan", action="store_true", help="print the plan alone")
+    parser.add_argument("--stop-after", type=float, help="minutes of this call, after which the current run is stopped")
     vision_results.add_settings(parser)
-    arguments, flags = parser.parse_known_args()
+    arguments, flags = parser.parse_known_args(words)
     path = arguments.results / "results.json"
     results: dict[str, Any] = read_json(path) or {"machine": machine(), "seeds": {}}
+    is_left = False
     if not arguments.tables:
-        for seed in arguments.seeds:
-            known = results["seeds"].setdefault(str(seed), {})
-
-            def save() -> None:
-                write_json({**results, "bars": bars(results["seeds"])}, path)
-
-            run_seed(seed_config(seed, arguments, flags), known, arguments.results / f"seed-{seed}", arguments, save)
+        print_machine()
+        session = Session(arguments, flags, results, path)
+        print(session.plan, flush=True)
+        if arguments.plan:
+            return 0
+        try:
+            for seed in arguments.seeds:
+                session.run_seed(seed)
+        except StoppedError:
+            is_left = True
     show(results["seeds"])
+    if is_left:
+        print("stopped by --stop-after; the same command continues", flush=True)
+    return 1 if is_left else 0
 
 
 def seed_config(seed: int, arguments: argparse.Namespace, flags: list[str]) -> PhaseConfig:
@@ -109,36 +130,100 @@ def seed_config(seed: int, arguments: argparse.Namespace, flags: list[str]) -> P
     return config
 
 
-def run_seed(
-    config: PhaseConfig, known: dict[str, Any], root: Path, arguments: argparse.Namespace, save: Callable[[], None]
-) -> None:
-    """Run the stages of a seed that are not known; save after each."""
-    device = choose_device(arguments.device)
-    teacher = load_teacher(config, device).eval()
+class Session:
+    """One call of this script: its settings, what is known, and how much time is left."""
 
-    def stage(name: str, run: Callable[[], Any]) -> None:
-        if name not in known:
-            started = time.monotonic()
+    def __init__(self, arguments: argparse.Namespace, flags: list[str], results: dict[str, Any], path: Path) -> None:
+        self.arguments, self.results, self.path = arguments, results, path
+        self.started = time.monotonic()
+        self.configs = {seed: seed_config(seed, arguments, flags) for seed in arguments.seeds}
+        known = {seed: results["seeds"].setdefault(str(seed), {}) for seed in arguments.seeds}
+        parts = [
+            Part(name, seed, seconds)
+            for seed in arguments.seeds
+            for name, seconds in stage_seconds(self.configs[seed], arguments).items()
+            if name not in known[seed]
+        ]
+        self.plan = Plan(parts, 1, arguments.device)
+
+    @property
+    def minutes_left(self) -> float:
+        """Minutes until this program stops itself."""
+        most = self.arguments.stop_after
+        return math.inf if most is None else most - (time.monotonic() - self.started) / 60
+
+    def stage(self, seed: int, name: str, run: Callable[[], Any], has_commands: bool = False) -> None:
+        """Run a stage that is not known, and save what it returns; one `has_commands` stops them itself."""
+        known = self.results["seeds"][str(seed)]
+        if name in known:
+            return
+        started = time.monotonic()
+        if has_commands:
             known[name] = run()
-            known.setdefault("seconds", {})[name] = time.monotonic() - started
-            save()
+        else:
+            with interrupted_after(self.minutes_left):
+                known[name] = run()
+        seconds = time.monotonic() - started
+        known.setdefault("seconds", {})[name] = seconds
+        write_json({**self.results, "bars": bars(self.results["seeds"])}, self.path)
+        self.plan.finish(name, seed, seconds)
+        left = self.plan.minutes_left()
+        print(f"seed {seed}: {name} in {seconds:.0f} s; about {left:.0f} minutes left", flush=True)
 
-    for reward in arguments.rewards:
-        stage(
-            f"student {reward}",
-            lambda reward=reward: train_student(config, teacher, reward, root, arguments.student_episodes, arguments),
-        )
-    chosen = max(arguments.rewards, key=lambda reward: known[f"student {reward}"]["trained"]["contacts_per_1000"])
-    known["chosen"] = chosen
-    stage("game", lambda: train_game(config, root, "game", chosen))
-    stage("random", lambda: train_game(config, root, "random", chosen))
-    stage("world models", lambda: measure_models(config, teacher, root, arguments))
-    if arguments.noise_episodes:
-        for reward in arguments.rewards:
-            stage(f"noise {reward}", lambda reward=reward: train_with_noise(config, teacher, reward, root, arguments))
-    stage("speed", lambda: speeds(config, root))
+    def run_seed(self, seed: int) -> None:
+        """Run the stages of a seed that are not known."""
+        arguments, config, known = self.arguments, self.configs[seed], self.results["seeds"][str(seed)]
+        root, rewards = arguments.results / f"seed-{seed}", arguments.rewards
+        teacher = load_teacher(config, choose_device(arguments.device)).eval()
+        for reward in rewards:
+            episodes = arguments.student_episodes
+            student = functools.partial(train_student, config, teacher, reward, root, episodes, arguments)
+            self.stage(seed, f"student {reward}", student)
+        chosen = max(rewards, key=lambda reward: known[f"student {reward}"]["trained"]["contacts_per_1000"])
+        known["chosen"] = chosen
+        for name in ("game", "random"):
+            self.stage(seed, name, functools.partial(train_game, config, root, name, chosen))
+        self.stage(seed, "world models", lambda: measure_models(config, teacher, root, arguments))
+        for reward in rewards if arguments.noise_episodes else ():
+            noisy = functools.partial(train_with_noise, config, teacher, reward, root, arguments)
+            self.stage(seed, f"noise {reward}", noisy)
+        self.stage(seed, "speed", lambda: speeds(config, root))
+        if arguments.demonstrations:
+            self.stage(seed, "policy", lambda: self.train_policies(seed, root / "policy"), has_commands=True)
+
+    def train_policies(self, seed: int, root: Path) -> dict[str, Any]:
+        """The comparison of `vision_results.py` for one seed."""
+        minutes = None if math.isinf(self.minutes_left) else self.minutes_left
+        own = argparse.Namespace(**{**vars(self.arguments), "seeds": [seed], "results": root, "stop_after": minutes})
+        status = vision_results.compare(own)
+        if status and self.minutes_left > 0:
+            raise RuntimeError(f"policy, seed {seed}: a policy failed, see above")
+        if status:
+            raise StoppedError("policy: not complete")
+        return vision_results.known_results(own)["seeds"][str(seed)]
+
+
+def stage_seconds(config: PhaseConfig, arguments: argparse.Namespace) -> dict[str, float]:
+    """Estimate the seconds of each stage of a seed."""
+    device = "cpu" if arguments.device == "cpu" else "cuda"
+    num_envs, steps = config.training.num_envs or NUM_ENVS, config.training.steps_per_episode
+    on_cores = CPU_STEPS[True] * len(os.sched_getaffinity(0))
+    rate = EXPLORER * (warp_rate(num_envs, True) if config.training.vector == "warp" else on_cores)
+    wanted, game = config.student.explorer.episodes_per_update, config.adversarial
+    student = START[device] + (arguments.student_episodes + 3 * arguments.episodes) * steps / rate
+    noise = START[device] + (arguments.noise_episodes + 2 * arguments.episodes) * steps / rate
+    update = game.wm_updates * WORLD_MODEL_UPDATE[device]
+    rounds = START[device] + game.iterations * ((wanted + game.random_episodes) * steps / rate + update)
+    # both kinds of episodes are recorded in the CPU simulator, and measured by three models, some steps ahead
+    measured = START["cpu"] + 2 * arguments.episodes * steps / on_cores + 6 * arguments.episodes * update / 10
+    found = {f"student {reward}": student for reward in arguments.rewards}
+    found |= {"game": rounds, "random": rounds, "world models": measured}
+    found |= {f"noise {reward}": noise for reward in arguments.rewards if arguments.noise_episodes}
+    found["speed"] = 2 * START[device] + (TIMED + 1) * wanted * steps * (1 / rate + 1 / on_cores)
     if arguments.demonstrations:
-        stage("policy", lambda: vision_results.train_seed(config.training.seed, root / "policy", arguments))
+        own = argparse.Namespace(**{**vars(arguments), "seeds": [config.training.seed]})
+        found["policy"] = 60 * vision_results.VisionBench(own).plan({}).minutes_left()
+    return found
 
 
 # -- phase 2 ---------------------------------------------------------------------------------------------------------
@@ -380,7 +465,7 @@ def show(seeds: dict[str, dict[str, Any]]) -> None:
         print_table([*header, "free motion: nats"], rows)
         print()
     if known_policies := policies(seeds):
-        vision_results.print_success(known_policies)
+        print(vision_results.success_table(known_policies))
         print()
     for bar in bars(seeds):
         state = "reached" if bar["reached"] else "MISSED"
@@ -389,4 +474,4 @@ def show(seeds: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

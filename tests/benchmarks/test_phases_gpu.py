@@ -32,7 +32,7 @@ def test_all_stages_and_again_from_where_it_stopped(benchmark, monkeypatch, tmp_
     lengths = "--student-episodes 1 --noise-episodes 1 --iterations 1 --methods sft vision"
     imitated = {"episodes": 100, "tasks": {}, "demonstration_steps": 12_000, "video_steps": 0}
     known = {"sft": {**imitated, "success": 0.4}, "vision": {**imitated, "success": 0.52}}
-    monkeypatch.setattr(benchmark.vision_results, "train_seed", lambda *given: known)  # has a test of its own
+    monkeypatch.setattr(benchmark.Session, "train_policies", lambda *given: known)  # `vision_results.py` has a test
     monkeypatch.setattr(sys, "argv", ["phases_gpu.py", *arguments.split(), *lengths.split()])
     benchmark.main()
     path = tmp_path / "out" / "results.json"

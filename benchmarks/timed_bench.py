@@ -1,0 +1,72 @@
+"""Benchmarks that end in time: `--stop-after` minutes of a call, after which commands save and the tables are printed.
+
+`bakeoff.py` and `vision_results.py` run commands (`TimedBench`); `phases_gpu.py` trains in its own process
+(`interrupted_after`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from headline import STOPPED, Bench
+
+
+class StoppedError(RuntimeError):
+    """`--stop-after` is over: a command was stopped, or not started."""
+
+
+class TimedBench(Bench):
+    """A benchmark whose commands are stopped `--stop-after` minutes after it started, and save."""
+
+    @property
+    def minutes_left(self) -> float:
+        """Minutes until commands are stopped."""
+        most = self.arguments.stop_after
+        return math.inf if most is None else most - (time.monotonic() - self.started) / 60
+
+    def deft(self, *words: object, minutes: float | None = None) -> dict[str, Any]:
+        """One command, as in `Bench.deft`; raise `StoppedError` if `--stop-after` ended it."""
+        if self.minutes_left <= 0:
+            raise StoppedError(f"not started: deft {words[0]} {words[1]}")
+        most = min(self.minutes_left, math.inf if minutes is None else minutes)
+        stopped = StoppedError(f"stopped: deft {words[0]} {words[1]}")
+        try:
+            found = super().deft(*words, minutes=None if math.isinf(most) else most)
+        except RuntimeError as error:  # it was stopped before it could save
+            if self.minutes_left <= 0:
+                raise stopped from error
+            raise
+        if found["status"] == STOPPED and self.minutes_left <= 0:
+            raise stopped
+        return found
+
+
+@contextlib.contextmanager
+def interrupted_after(minutes: float) -> Iterator[None]:
+    """Interrupt this program (SIGINT) after so many minutes: a run saves first; raise `StoppedError` then."""
+    if minutes <= 0:
+        raise StoppedError("not started: --stop-after is over")
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        is_over.set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(min(60 * minutes, threading.TIMEOUT_MAX), interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not is_over.is_set():
+            raise
+        raise StoppedError("stopped by --stop-after") from None
+    finally:
+        timer.cancel()
