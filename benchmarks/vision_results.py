@@ -200,12 +200,13 @@ class VisionBench(TimedBench):
         left = {seed: [one for one in given.methods if one not in known.get(str(seed), {})] for seed in given.seeds}
         parts = []
         for seed, methods in left.items():
-            scenes = [given.demonstrations // (3 if one in FEWER else 1) for one in methods]
-            if methods:
-                parts.append(
-                    Part("demonstrations", seed, sum({*scenes}) * (EXPERT_STEPS / rate + SCENE) + START["cpu"])
-                )
-            if any(METHODS[FEWER.get(one, one)] is not None for one in methods):
+            folder = self.root / f"seed-{seed}"
+            counts = {given.demonstrations // (3 if one in FEWER else 1) for one in methods}
+            scenes = sum(count for count in counts if not (folder / f"demos-{count}.json").is_file())
+            needs_video = any(METHODS[FEWER.get(one, one)] is not None for one in methods)
+            if scenes:
+                parts.append(Part("demonstrations", seed, scenes * (EXPERT_STEPS / rate + SCENE) + START["cpu"]))
+            if needs_video and not (folder / "video.json").is_file():
                 parts.append(Part("video", seed, given.video_episodes * (VIDEO_STEPS / rate + SCENE) + START["cpu"]))
         for method in given.methods:  # the seeds of a method side by side: the first rows of the table come first
             for seed in (seed for seed in given.seeds if method in left[seed]):

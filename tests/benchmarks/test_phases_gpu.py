@@ -11,16 +11,24 @@ from deft.runs import checkpoint
 
 TINY = (
     "--num-envs 1 --steps-per-episode 3 --explorer-batch-size 3 --sequence-length 3 --batch-size 2 --bptt-length 3 "
-    "--episodes-per-update 1 --random-episodes 1 --wm-updates 1 --wm-warmup 0 --replay-capacity 4 --device cpu"
+    "--episodes-per-update 1 --random-episodes 1 --wm-updates 1 --wm-warmup 0 --replay-capacity 4 "
+    "--no-overlap --device cpu"
 )
 
 
 @pytest.fixture
 def benchmark(load_benchmark, monkeypatch):
+    """The script, in one process and without plots: worker processes and plots have tests of their own."""
     found = load_benchmark("phases_gpu")
     monkeypatch.setattr(found, "TIMED", 1)
     monkeypatch.setattr("deft.training.phases.interaction.LENGTH", 24)
+    monkeypatch.setattr("deft.training.phases.explorer_rollouts.available_cores", lambda: 1)
+    monkeypatch.setattr("deft.training.phases.student.plot_metrics", lambda *given, **settings: [])
     return found
+
+
+def fail(*given):
+    raise AssertionError("a stage that is known runs again")
 
 
 def test_all_stages_and_again_from_where_it_stopped(benchmark, monkeypatch, tmp_path, capsys):
@@ -34,7 +42,7 @@ def test_all_stages_and_again_from_where_it_stopped(benchmark, monkeypatch, tmp_
     known = {"sft": {**imitated, "success": 0.4}, "vision": {**imitated, "success": 0.52}}
     monkeypatch.setattr(benchmark.Session, "train_policies", lambda *given: known)  # `vision_results.py` has a test
     monkeypatch.setattr(sys, "argv", ["phases_gpu.py", *arguments.split(), *lengths.split()])
-    benchmark.main()
+    assert benchmark.main() == 0
     path = tmp_path / "out" / "results.json"
     found = json.loads(path.read_text())
     seed = found["seeds"]["4"]
@@ -61,10 +69,18 @@ def test_all_stages_and_again_from_where_it_stopped(benchmark, monkeypatch, tmp_
     del seed["speed"]
     path.write_text(json.dumps(found))
     for name in ("train_student", "train_game", "measure_models", "train_with_noise"):
-        monkeypatch.setattr(benchmark, name, None)
+        monkeypatch.setattr(benchmark, name, fail)
     capsys.readouterr()
     benchmark.main()
     again = json.loads(path.read_text())["seeds"]["4"]
     assert again["speed"]["process"] > 0
     assert again["world models"] == seed["world models"]
     assert "moved objects: cross-entropy lower than with random data" in capsys.readouterr().out
+    # the time is over before the last stage starts: the tables of the others, and exit status 1
+    del again["speed"]
+    path.write_text(json.dumps({**found, "seeds": {"4": again}}))
+    assert benchmark.main([*sys.argv[1:], "--stop-after", "0"]) == 1
+    printed = capsys.readouterr().out
+    assert "| speed " in printed.partition("minutes in all")[0]  # the plan
+    assert "moved objects: cross-entropy lower than with random data" in printed
+    assert "stopped by --stop-after; the same command continues" in printed
