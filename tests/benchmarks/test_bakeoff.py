@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import time
 
 import pytest
@@ -76,9 +77,9 @@ def test_what_is_stopped_is_left_for_the_next_call(bakeoff, tmp_path, monkeypatc
     def deft(self, *words, minutes=None):
         assert 0 < minutes <= 1e-3
         time.sleep(0.1)  # longer than --stop-after
-        return {"seconds": 0.1, "status": bakeoff.STOPPED}
+        return {"seconds": 0.1, "status": 128 + signal.SIGTERM}
 
-    monkeypatch.setattr(bakeoff.Bench, "deft", deft)
+    monkeypatch.setattr("headline.Bench.deft", deft)
     words = ["--methods", "ppo", "--seeds", "0", "1", "--stop-after", "1e-3", "--results", str(tmp_path)]
     assert bakeoff.main(words) == 1
     assert "the same command continues" in capsys.readouterr().out
@@ -134,7 +135,7 @@ def test_methods_run_on_one_budget(bakeoff, deft, tmp_path, monkeypatch, methods
         commands.append(words)
         return {**deft(*words, "--json"), "seconds": 6.0, "status": 0}
 
-    monkeypatch.setattr(bakeoff.Bench, "deft", here)
+    monkeypatch.setattr("headline.Bench.deft", here)
     methods = methods or list(bakeoff.METHODS)
     words = [str(word) for word in [*TOY, "--seeds", 3, "--results", tmp_path / "out", "--methods", *methods]]
     assert bakeoff.main(words) == 0
