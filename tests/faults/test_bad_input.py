@@ -15,9 +15,7 @@ import pytest
 import torch
 from faulty_worlds import TINY, Command, assert_one_line, contents
 
-from deft import (
-    ActorCritic,
-)
+from deft import ActorCritic
 from deft.training.collection import Collector
 
 REJECTED = [

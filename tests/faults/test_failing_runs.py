@@ -14,9 +14,7 @@ import torch
 from faulty_worlds import NEVER, TINY, Command, assert_one_line, contents
 
 import deft.runs.logging as run_logging
-from deft import (
-    PPO,
-)
+from deft import PPO
 from deft.errors import InputError
 from deft.runs import checkpoint
 
