@@ -18,6 +18,7 @@ PPO runs and override the settings of this file.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -90,6 +91,16 @@ POLICIES = ("sft", "ppo", "grpo", "iql", "ppo_iql")
 COLUMNS = ("train", "held-out", "shuffled words")
 SAME_SUCCESS = (0.75, 0.8, 0.85, 0.9)  # to which the env steps of PPO from SFT and from IQL are counted
 STOPPED = 128 + signal.SIGTERM
+LIBC, PARENT_DEATH_SIGNAL = ctypes.CDLL(None), 1  # the first argument of prctl on Linux
+
+
+def follow(core_set: list[int]) -> None:
+    """In a new process: use these cores, and receive SIGTERM if the benchmark ends first, as by SIGKILL.
+
+    A command that continued alone would write into a folder that the next call of the benchmark uses.
+    """
+    os.sched_setaffinity(0, core_set)
+    LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 class Bench:
@@ -147,7 +158,7 @@ class Bench:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, core_set),
+            preexec_fn=lambda: follow(core_set),
         )
         try:
             output, errors = process.communicate(timeout=limit)

@@ -1,9 +1,14 @@
 """Benchmarks that end in time: commands that are stopped, and a program that interrupts itself."""
 
 import argparse
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -43,3 +48,23 @@ def test_commands_have_the_time_that_is_left(script, tmp_path, monkeypatch):
     with pytest.raises(script.StoppedError, match="not started: deft train sft"):
         bench.deft("train", "sft")
     assert limits == [pytest.approx(6.0, abs=0.1), pytest.approx(2.0, abs=0.1)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
+def test_a_command_ends_with_a_benchmark_that_is_killed():
+    """The benchmark starts a command that sleeps for a minute, prints its process id, and is killed."""
+    code = (
+        "import headline, os, subprocess, time\n"
+        "cores = sorted(os.sched_getaffinity(0))\n"
+        "print(subprocess.Popen(['sleep', '60'], preexec_fn=lambda: headline.follow(cores)).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True) as benchmark:
+        pid = int(benchmark.stdout.readline())
+        status = Path(f"/proc/{pid}/stat")
+        assert status.read_text().split()[2] in "SR"
+        benchmark.kill()
+    deadline = time.monotonic() + 10
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not status.exists() or status.read_text().split()[2] == "Z"
