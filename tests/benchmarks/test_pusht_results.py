@@ -44,7 +44,7 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(script,
     with ThreadPoolExecutor(1) as pool:
         found = bench.seed(3, pool)
     played = bench.expert()
-    collect, sft, first_evaluation, ppo, second_evaluation, expert = asked
+    collect, sft, *first, ppo, one, two, expert = asked
     assert collect[:5] == ["collect", "--env", "pusht", "--env-kwargs", "observation=keypoints"]
     assert (collect[collect.index("--episodes") + 1], collect[collect.index("--seed") + 1]) == ("5", "7")
     assert collect[collect.index("--format") + 1] == "lerobot"
@@ -56,10 +56,11 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(script,
     assert (run.algorithm.name, run.algorithm.cfg.n_epochs, run.trainer.total_timesteps) == ("ppo", 2, 9000)
     assert run.env.kwargs == {"observation": "keypoints", "reward": "progress"}
     assert run.model_path == str(tmp_path / "seed-3" / "sft")
-    evaluations = (first_evaluation, second_evaluation)
+    evaluations = [*first, one, two]
     assert [words[1] for words in evaluations] == [
-        str(tmp_path / "seed-3" / name / "checkpoint-8") for name in ("sft", "ppo")
+        str(tmp_path / "seed-3" / name / "checkpoint-8") for name in ("sft", "sft", "ppo", "ppo")
     ]
+    assert ["--stochastic" in words for words in evaluations] == [False, True, False, True]
     # The suite's reward, also where the run was trained with another.
     assert all(
         words[2:7] == ["--suite", "pusht", "--env-kwargs", "observation=keypoints", "reward=coverage"]
@@ -76,36 +77,40 @@ def test_a_dataset_that_exists_is_not_recorded(script, tmp_path, asked):
     assert bench.record() == {}
     with ThreadPoolExecutor(1) as pool:
         bench.seed(3, pool)
-    assert [words[0] for words in asked] == ["train", "evaluate", "train", "evaluate"]
+    assert [words[0] for words in asked] == ["train", "evaluate", "evaluate", "train", "evaluate", "evaluate"]
     assert parse_training(asked[0][1:])[1].dataset.path == "lerobot/pusht_keypoints"
 
 
-def result(*pairs):
-    found = [
-        {"success_rate": rate, "measures/max_coverage": rate / 2, "measures/max_reward": rate / 4} for rate in pairs
-    ]
-    return {"taken": {"sft-evaluation": found[0], "ppo-evaluation": found[1]}}
+def result(sft, sft_sampled, ppo, ppo_sampled):
+    found = {"sft-evaluation": sft, "sft-sampled": sft_sampled, "ppo-evaluation": ppo, "ppo-sampled": ppo_sampled}
+    keys = {"success_rate": 1, "measures/max_coverage": 2, "measures/max_reward": 4}
+    return {"taken": {name: {key: rate / part for key, part in keys.items()} for name, rate in found.items()}}
 
 
 def test_table_and_bars(script):
-    """Gains of 20 and 30 points: 25 ± 12.71 · 5, with one degree of freedom; coverage gains half of it."""
-    seeds = {0: result(0.2, 0.4), 1: result(0.2, 0.5)}
+    """PPO with sampled actions, 40 and 50 %, against the better of both kinds of SFT, 20 and 20 %.
+
+    Gains of 20 and 30 points: 25 ± 12.71 · 5, with one degree of freedom; those of coverage are half as large.
+    """
+    seeds = {0: result(0.2, 0.1, 0.0, 0.4), 1: result(0.1, 0.2, 0.9, 0.5)}
     assert script.bars(seeds) == [
         ("PPO above SFT in every seed, points of success", "+25.0 (-38.5 to +88.5)", True),
         ("the interval of the gain excludes 0", "from -38.5", False),
         ("PPO above SFT in every seed, largest coverage", "+0.125 (-0.193 to +0.443)", True),
     ]
-    rows = script.table(seeds, result(1.0, 1.0)["taken"]["sft-evaluation"], episodes=100)
-    assert [row[0] for row in rows[:6]] == [
-        "sft, seed 0",
-        "sft, seed 1",
-        "sft, mean (95 % interval)",
-        "ppo, seed 0",
-        "ppo, seed 1",
-        "ppo, mean (95 % interval)",
+    expert = {"episodes": 10, "success_rate": 1.0, "measures/max_coverage": 0.96, "measures/max_reward": 1.0}
+    rows = script.table({0: seeds[0], 1: result(0.2, 0.2, 0.4, 0.4)}, expert, episodes=100)
+    assert [row[0] for row in rows[:5]] == [
+        "sft, most likely actions",
+        "sft, sampled actions",
+        "ppo, most likely actions",
+        "ppo, sampled actions",
+        "scripted expert",
     ]
-    assert rows[3] == ["ppo, seed 0", "40.0 %", "0.200", "0.100"]
-    assert rows[2][1].startswith("20.0 % (15.0 to 26.1)")  # Wilson's interval of 40 of 200 episodes
-    assert rows[6] == ["scripted expert", "100.0 %", "0.500", "0.250"]
-    worse = script.bars({0: result(0.5, 0.4), 1: result(0.2, 0.4)})
+    # Wilson's interval of 40 of 200 episodes; the seeds agree
+    assert rows[0] == ["sft, most likely actions", "20.0 % (15.0 to 26.1)", "20, 20", *rows[0][3:]]
+    assert rows[0][3:] == ["0.100 (0.100 to 0.100)", "0.050 (0.050 to 0.050)"]
+    assert rows[2][2] == "0, 40"
+    assert rows[4][1:] == ["100.0 % (72.2 to 100.0)", "", "0.960", "1.000"]  # Wilson: 10 / (10 + 3.84)
+    worse = script.bars({0: result(0.5, 0.1, 0.9, 0.4), 1: result(0.2, 0.1, 0.2, 0.4)})
     assert [met for _, _, met in worse] == [False, False, False]
