@@ -135,7 +135,8 @@ class OpenRun:
         elif has_images(env.observation_space):
             reason = "the observations contain images"
         else:
-            captured = capture == "auto" and not getattr(cfg, "compile", False)
+            # With rollouts only the gradient steps are captured; a small network acts faster on the CPU.
+            captured = capture == "auto" and cfg.LEARNS_FROM != "rollouts" and not getattr(cfg, "compile", False)
             self.device = choose_online_device(config.device, policy, cfg.batch_size, captured)
             return
         log_device(config.device, self.device, reason)

@@ -78,7 +78,13 @@ REACHABLE = {
 }
 OTHER_ALGORITHMS = {name for name in setting_names(RLConfig) if name not in PATHS["ppo"]} | {"buffer_size"}
 OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a", "suite_path": "files"}
-CHOICES = {"device": "cpu", "inference": "actor", "distribution": "gaussian", "critic_observation": ("goal",)}
+CHOICES = {
+    "device": "cpu",
+    "inference": "actor",
+    "distribution": "gaussian",
+    "critic_observation": ("goal",),
+    "capture": "off",
+}
 BESIDE: dict[str, dict[str, object]] = {  # settings without which another one has no effect
     "hidden_dim": {"critic_observation": ("goal",)},
     "num_layers": {"critic_observation": ("goal",)},
