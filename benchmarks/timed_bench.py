@@ -59,6 +59,9 @@ def interrupted_after(minutes: float) -> Iterator[None]:
         is_over.set()
         os.kill(os.getpid(), signal.SIGINT)
 
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.SIG_IGN:  # as a shell sets it for commands in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(min(60 * minutes, threading.TIMEOUT_MAX), interrupt)
     timer.daemon = True
     timer.start()
@@ -70,3 +73,4 @@ def interrupted_after(minutes: float) -> Iterator[None]:
         raise StoppedError("stopped by --stop-after") from None
     finally:
         timer.cancel()
+        signal.signal(signal.SIGINT, handler)

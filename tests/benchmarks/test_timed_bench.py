@@ -1,6 +1,7 @@
 """Benchmarks that end in time: commands that are stopped, and a program that interrupts itself."""
 
 import argparse
+import signal
 import subprocess
 import sys
 import time
@@ -16,8 +17,9 @@ def script(load_benchmark):
     return load_benchmark("timed_bench")
 
 
-def test_a_program_interrupts_itself(script):
-    started = time.monotonic()
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])  # ignored: in the background
+def test_a_program_interrupts_itself(script, handler):
+    started, before = time.monotonic(), signal.signal(signal.SIGINT, handler)
     with pytest.raises(script.StoppedError, match="stopped by --stop-after"), script.interrupted_after(0.1 / 60):
         time.sleep(20)
     assert time.monotonic() - started < 10
@@ -25,6 +27,7 @@ def test_a_program_interrupts_itself(script):
         pass
     with script.interrupted_after(float("inf")):
         pass
+    assert signal.signal(signal.SIGINT, before) == handler  # as it was
 
 
 def test_an_interruption_by_the_user_stays_one(script):
