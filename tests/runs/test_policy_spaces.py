@@ -55,10 +55,13 @@ def test_a_run_keeps_its_names(deft, deft_or_error, tmp_path):
     # Another run from it, in the same environment
     deft("train", "ppo", *PPO, *MODEL, *OTHER, "--model-path", "run", "--output-dir", "next")
     assert list(PolicySpaces.read(tmp_path / "next" / "checkpoint-8").observation) == ["arm", "hand", "top", "wrist"]
-    error = deft_or_error(
-        "train", "ppo", *PPO, *OTHER, *MODEL, "--resume", "run", "--rename_streams", "upper=z_top", *RENAME[1:]
-    )
+    config = tmp_path / "run" / "config.yaml"
+    (tmp_path / "other.yaml").write_text(config.read_text().replace("top: z_top", "upper: z_top"))
+    error = deft_or_error("train", "ppo", "--config", "other.yaml", "--resume", "run", "--trust-remote-code")
     assert "has the streams arm, hand, upper, wrist; the policy reads arm, top, wrist" in error
+    # The flag adds to the names of the run.
+    error = deft_or_error("train", "ppo", *PPO, *OTHER, *MODEL, "--resume", "run", "--rename_streams", "upper=z_top")
+    assert "'upper': 'z_top'} gives one stream two names; give each one" in error
 
 
 def test_streams_that_are_swapped_in_a_dataset_alone_are_warned_about(deft, caplog):
