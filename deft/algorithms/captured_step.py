@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,17 +37,9 @@ class CapturedStep:
             count = self._seen.get(key, 0)
             if count < WARM_UP or len(self._recordings) == MOST_RECORDINGS:
                 self._seen[key] = count + 1
-                return self._beside(minibatch)
+                return run_beside(self._stream, partial(self._step, minibatch))
             self._recordings[key] = _Recording(self._step, minibatch)
         return self._recordings[key].replay(minibatch)
-
-    def _beside(self, minibatch: TensorDictBase) -> dict[str, Tensor]:
-        """The step itself, on a stream of its own, as PyTorch asks for before a recording."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            found = self._step(minibatch)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return found
 
 
 class _Recording:
@@ -60,6 +53,15 @@ class _Recording:
         self._minibatch.copy_(minibatch)
         self._graph.replay()
         return {name: value.clone() for name, value in self._results.items()}
+
+
+def run_beside(stream: Any, step: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of a step on a stream of its own, as PyTorch asks for before a recording."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    return found
 
 
 def can_capture(policy: Policy, settings: RolloutSettings, compiles: bool) -> bool:

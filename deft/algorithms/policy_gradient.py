@@ -123,10 +123,6 @@ class PolicyGradient(Algorithm):
 
     settings: Any
     unfinished: Epochs | None = None
-    _compiles: bool = False
-    """Whether the update is compiled, and not captured."""
-    _kind_of_step: Hashable = None
-    """What the Python branches of `_step` depend on."""
 
     def __init__(self, policy: Policy, settings: PPOSettings | GRPOSettings, seed: int = 0) -> None:
         self.policy, self.settings = policy, settings
@@ -226,6 +222,16 @@ class PolicyGradient(Algorithm):
     def _step(self, minibatch: Any) -> Metrics:
         """Take one step of the optimizer and return the metrics of the minibatch."""
         raise TypeError(f"{type(self).__name__} does not define _step")
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether the update is compiled, and not captured."""
+        return False
+
+    @property
+    def _kind_of_step(self) -> Hashable:
+        """What the Python branches of `_step` depend on."""
+        return None
 
     def _captured_step(self, minibatch: Any) -> Metrics:
         """`_step`, by a CUDA graph where there is one."""

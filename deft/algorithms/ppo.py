@@ -120,13 +120,13 @@ class PPO(PolicyGradient):
             critic.load_state_dict(saved)
 
     @property
-    def _compiles(self) -> bool:  # type: ignore[override]
+    def _compiles(self) -> bool:
         return self.settings.compile
 
     # -- warm-up of the value ------------------------------------------------------------------------------------------
 
     @property
-    def _kind_of_step(self) -> bool:  # type: ignore[override]
+    def _kind_of_step(self) -> bool:
         return self._warms_up
 
     @property

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from deft.algorithms.algorithm import Metrics
-
-WARM_UP = 3  # periods run in the ordinary way first, so that libraries allocate what they need outside the recording
+from deft.algorithms.captured_step import WARM_UP, run_beside
 
 
 class Source(Protocol):
@@ -59,10 +58,7 @@ class CapturedUpdate:
         aligned = algorithm.version % algorithm.period == 0
         if self._graph is None and (self._warmed < WARM_UP * algorithm.period or not aligned):
             self._warmed += 1
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                self._metrics = algorithm.step(self._sampler.sample(self._batch_size))
-            torch.cuda.current_stream().wait_stream(self._stream)
+            self._metrics = run_beside(self._stream, self._step)
             return 1, self._metrics
         if self._graph is None:
             self._record()
@@ -71,6 +67,9 @@ class CapturedUpdate:
         algorithm.version += algorithm.period
         return algorithm.period, self._metrics
 
+    def _step(self) -> Metrics:
+        return self._algorithm.step(self._sampler.sample(self._batch_size))
+
     def _record(self) -> None:
         algorithm = self._algorithm
         version = algorithm.version
@@ -78,6 +77,6 @@ class CapturedUpdate:
         graph.register_generator_state(self._sampler.generator)
         with torch.cuda.graph(graph):
             for _ in range(algorithm.period):
-                self._metrics = algorithm.step(self._sampler.sample(self._batch_size))
+                self._metrics = self._step()
         algorithm.version = version  # nothing ran
         self._graph = graph
