@@ -296,6 +296,16 @@ def mean_success(results: dict[int, dict[str, Any]], name: str, column: str = "t
     return share_over_seeds(rates, next(iter(results.values()))["taken"]["compare"]["episodes"])
 
 
+def read_arguments(parser: argparse.ArgumentParser, results: Path) -> argparse.Namespace:
+    """The arguments of a bench, with those that every one has; `flags` are further ones, for all of its runs."""
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
+    parser.add_argument("--cores", type=int, default=2, help="that a run may use")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--results", type=Path, default=results)
+    arguments, arguments.flags = parser.parse_known_args()
+    return arguments
+
+
 def main() -> int:
     """All seeds, the tables, and what the bars say."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -308,12 +318,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1_000_000, help="env steps of PPO and of GRPO")
     parser.add_argument("--episodes", type=int, default=200, help="of each column of the comparison")
     parser.add_argument("--curve-episodes", type=int, default=100, help="of each evaluation while training")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
-    parser.add_argument("--cores", type=int, default=2, help="that a run may use")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, default=Path("outputs/headline"))
-    arguments, flags = parser.parse_known_args()
-    arguments.flags = flags
+    arguments = read_arguments(parser, Path("outputs/headline"))
     print_machine()
     bench = Bench(arguments)
     arguments.results.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import last_checkpoint, over_seeds, print_machine, print_table, share_over_seeds
-from headline import Bench, curve
+from headline import Bench, curve, read_arguments
 
 from deft.envs.suites import find_suite
 
@@ -172,12 +172,7 @@ def main() -> int:
     parser.add_argument("--training-horizon", type=int, default=200, help="time limit of the episodes of training")
     parser.add_argument("--image-size", type=int, default=128, help="a multiple of 16")
     parser.add_argument("--rendering", default="light", help="suite, light or fast")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
-    parser.add_argument("--cores", type=int, default=2, help="that a run may use")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, default=Path("outputs/metaworld-results"))
-    arguments, flags = parser.parse_known_args()
-    arguments.flags = flags
+    arguments = read_arguments(parser, Path("outputs/metaworld-results"))
     find_suite("metaworld").check_installed("benchmarks/metaworld_results.py")
     print_machine()
     bench = MetaWorldBench(arguments)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from common import last_checkpoint, over_seeds, print_machine, print_table, share_over_seeds
-from headline import Bench
+from headline import Bench, read_arguments
 
 from deft.envs.suites import find_suite
 from deft.evaluation.success import t_interval
@@ -133,12 +133,7 @@ def main() -> int:
     parser.add_argument("--sft", default="", help="further flags of SFT, in one word")
     parser.add_argument("--steps", type=int, default=300_000, help="env steps of PPO")
     parser.add_argument("--episodes", type=int, default=200, help="of each policy, for the table")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which a run is stopped")
-    parser.add_argument("--cores", type=int, default=2, help="that a run may use")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--results", type=Path, default=Path("outputs/pusht-results"))
-    arguments, flags = parser.parse_known_args()
-    arguments.flags = flags
+    arguments = read_arguments(parser, Path("outputs/pusht-results"))
     find_suite(SUITE).check_installed("benchmarks/pusht_results.py")
     print_machine()
     bench = PushTBench(arguments)
