@@ -20,9 +20,14 @@ from deft.training.phases.explorer_rollouts import ExplorerRollouts, make_studen
 REAL = torch.arange(32) < 2  # the dims that the panning camera has
 
 
+def world_model(**changes: Any) -> F1Policy:
+    """A world model all of whose parts have an effect."""
+    return wake(micro_policy(condition_init=0.05, **changes))
+
+
 def teacher_policy(**changes: Any) -> F1Policy:
     """A world model that hears every input."""
-    policy = wake(micro_policy(condition_init=0.05, **changes))
+    policy = world_model(**changes)
     with torch.no_grad():
         policy.model.world_model.output.weight.normal_(std=0.3)
     return policy

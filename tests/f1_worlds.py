@@ -63,6 +63,16 @@ def wake(policy: F1Policy) -> F1Policy:
     return policy
 
 
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights as they are now."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def changed(before: dict[str, torch.Tensor], module: torch.nn.Module) -> set[str]:
+    """The names of the weights that differ from those before."""
+    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+
+
 def f1_batch(*leading: int, target: bool = True, seed: int = 0, pixels: int = PIXELS) -> dict[str, Any]:
     """A batch [B, …] or [T, B, …] of noise, with the frame to predict where `target`."""
     generator = torch.Generator().manual_seed(seed)

@@ -6,7 +6,7 @@ import torch
 from panning_camera import WORLD
 
 from deft.data.augmentation import color_tables, recolor_episode
-from deft.data.episodes import EpisodeBuffer, batch_episodes
+from deft.data.episodes import EpisodeBuffer, EpisodeStore, batch_episodes
 from deft.data.robot_episode import RobotEpisode
 from deft.envs.f1 import TeacherEnv
 from deft.envs.history import prediction_pair
@@ -152,3 +152,39 @@ def test_colours_change_alike_in_all_frames_of_both_cameras():
         assert (np.diff(table[channel].astype(int)) >= 0).all()  # brighter stays brighter
     assert changed.codes is None  # they were of the old colours
     assert recolor_episode(whole, np.random.default_rng(1), 0.0) is whole
+
+
+def test_a_store_keeps_the_latest_and_comes_back():
+    def episode(number):
+        return RobotEpisode(
+            wrist=np.full((3, 3, 4, 4), number, np.uint8),
+            state=np.zeros((3, 32), np.float32),
+            action=np.zeros((2, 32), np.float32),
+            codes=np.full((3, 5), number),
+            number=number,
+        )
+
+    store = EpisodeStore(3)
+    store.add(map(episode, range(5)))
+    assert [one.number for one in store.episodes] == [2, 3, 4]
+    drawn = store.draw(2, np.random.default_rng(0))
+    assert len({one.number for one in drawn}) == 2
+    assert len(store.draw(9, np.random.default_rng(0))) == 3
+    assert store.num_unseen == 3  # `draw` does not count
+    assert [one.number for one in store.draw_unseen_first(2, np.random.default_rng(0))] == [2, 3]
+    assert store.num_unseen == 1
+    again = EpisodeStore(3)
+    again.load_state_dict(store.state_dict())
+    for one, other in zip(store.episodes, again.episodes, strict=True):
+        assert one.number == other.number
+        assert all(np.array_equal(one.streams()[name], other.streams()[name]) for name in one.streams())
+        assert other.head is None
+    first, *others = store.draw_unseen_first(3, np.random.default_rng(0))
+    assert first.number == 4
+    assert {one.number for one in others} == {2, 3}
+    store.add([episode(5)])
+    assert store.num_unseen == 1
+    store.add(map(episode, range(6, 11)))  # more than it holds
+    assert store.num_unseen == 3
+    assert len(store.draw_unseen_first(9, np.random.default_rng(0))) == 3
+    assert store.num_unseen == 0

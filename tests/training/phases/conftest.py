@@ -4,8 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from panning_camera import WORLD
+from explorers import world_model
+from panning_camera import WORLD, game_config
 
+from deft.training.phases.adversarial import AdversarialTrainer
 from deft.training.phases.exploration import Exploration, InlineExplorer
 
 
@@ -25,3 +27,12 @@ def recording(tmp_path) -> Path:
             discount=np.ones(8, np.float32),
         )
     return folder
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    """A world model, and what an explorer of phase 3 collected around it."""
+    made = AdversarialTrainer(game_config(tmp_path_factory.mktemp("collected")), world_model())
+    found = made.rollouts.collect()
+    made.close()
+    return made.policy, found

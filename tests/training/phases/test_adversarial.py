@@ -1,4 +1,4 @@
-"""Phase 3: who learns when, what is rewarded, when it ends, and resuming after a stop."""
+"""Phase 3: who learns when, a slow explorer, resuming after a stop, and when it ends."""
 
 import copy
 import dataclasses
@@ -12,39 +12,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from f1_worlds import micro_policy, wake
+from explorers import world_model
+from f1_worlds import changed, weights
 from panning_camera import game_config
 
 from deft import schema
 from deft.data.episodes import EpisodeStore
-from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
-from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.explorer import load_explorer
 from deft.runs import checkpoint
 from deft.training.phases.adversarial import EXPLORER_FOLDER, AdversarialTrainer, action_spread, set_noise
 from deft.training.phases.evaluation import explore
 from deft.training.phases.explorer_rollouts import measure
-from deft.training.phases.rewards import CollapseGuard, GameReward
 
 ROOT = Path(__file__).parents[3]
-STEPS = 6  # of an episode of `game_config`
-
-
-def world_model():
-    return wake(micro_policy(condition_init=0.05))
 
 
 def make(folder, policy=None, **game) -> AdversarialTrainer:
     return AdversarialTrainer(game_config(folder, **game), policy or world_model())
-
-
-def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
-def changed(before: dict[str, torch.Tensor], module: torch.nn.Module) -> set[str]:
-    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
 
 
 @pytest.fixture(scope="module")
@@ -431,190 +416,7 @@ def test_two_processes_keep_both_sides_equal(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-# -- what pays -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def collected(tmp_path_factory):
-    made = make(tmp_path_factory.mktemp("collected"))
-    found = made.rollouts.collect()
-    made.close()
-    return made.policy, found
-
-
-def settings(**game):
-    return game_config("unused", **game).adversarial
-
-
-def test_raw_error_is_the_world_models_error_on_the_next_frame(collected):
-    policy, found = collected
-    raw, measures, _ = GameReward(settings(reward="error"), policy).raw(policy, found)
-    assert torch.equal(raw, measures.error)
-    assert raw.shape == (STEPS, 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("error", "action"),
-        ("error", "wrist"),
-        ("progress", "action"),
-        ("progress", "wrist"),
-        ("disagreement", "action"),
-    ],
-)
-def test_the_reward_of_a_step_depends_on_its_action_and_on_what_it_led_to(collected, kind, name):
-    policy, found = collected
-    reward = GameReward(settings(reward=kind), policy)
-    if reward.older is not None:  # an older world model that differs
-        with torch.no_grad():
-            for parameter in reward.older.model.world_model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    plain, *_ = reward.raw(policy, found)
-    other = copy.copy(found)
-    other.episodes = [copy.copy(episode) for episode in found.episodes]
-    changing = other.episodes[0]
-    if name == "action":
-        changing.action = changing.action.copy()
-        changing.action[3, 0] = 0.5 - changing.action[3, 0]
-    else:  # img_4, which a_3 led to
-        changing.wrist, changing.codes = changing.wrist.copy(), np.array(changing.codes)
-        changing.wrist[4], changing.codes[4] = 255 - changing.wrist[4], changing.codes[1][::-1]
-    differs = (reward.raw(policy, other)[0] != plain).nonzero().tolist()
-    assert [3, 0] in differs
-    assert all(step >= 3 and column == 0 for step, column in differs)  # nothing before it, nothing of others
-
-
-@pytest.mark.parametrize("kind", ["error", "progress", "disagreement"])
-def test_paying_changes_no_network(collected, kind):
-    policy, found = collected
-    before = weights(policy)
-    policy.train()
-    GameReward(settings(reward=kind), policy).pay(policy, found)
-    assert policy.training
-    policy.eval()
-    assert not changed(before, policy)
-    assert all(parameter.grad is None for parameter in policy.parameters())
-
-
-def test_progress_is_nothing_where_nothing_was_learned(collected):
-    policy, found = collected
-    reward = GameReward(settings(reward="progress"), policy)
-    raw, *_ = reward.raw(policy, found)
-    assert not raw.any()
-    logged = reward.pay(policy, found)
-    assert not found.rollout[schema.NEXT_REWARD].any()
-    assert float(logged["reward/progress"]) == 0.0
-
-
-def test_progress_is_the_smaller_fall_of_error_and_uncertainty(collected):
-    policy, found = collected
-    reward = GameReward(settings(reward="progress"), policy)
-    with torch.no_grad():
-        for parameter in reward.older.model.world_model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    raw, now, _ = reward.raw(policy, found)
-    older = measure(reward.older, found)
-    assert torch.equal(raw, torch.minimum(older.error - now.error, older.uncertainty - now.uncertainty))
-    assert raw.any()
-
-
-def test_to_learn_that_something_cannot_be_predicted_does_not_pay(collected):
-    """An older world model that is as wrong, but surer: its error falls to the present one's, and nothing is paid."""
-    policy, found = collected
-    reward = GameReward(settings(reward="progress"), policy)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        output = reward.older.model.world_model.output
-        output.weight.normal_(std=1.0)  # sure of codes that have nothing to do with what comes
-    raw, now, others = reward.raw(policy, found)
-    assert float((others["older_wm_error"] - now.error).mean()) > 0.5
-    assert float((others["older_wm_uncertainty"] - now.uncertainty).mean()) < -0.1
-    assert float(raw.mean()) < 0
-
-
-def test_the_older_world_model_is_so_many_iterations_old(collected):
-    policy, _ = collected
-    policy = copy.deepcopy(policy)
-    reward = GameReward(settings(reward="progress", progress_lag=2), policy)
-    parameter = next(policy.model.world_model.parameters())
-    seen = []
-    for iteration in range(1, 7):
-        with torch.no_grad():
-            parameter.fill_(float(iteration))
-        reward.end_iteration(policy, iteration)
-        seen.append(float(next(reward.older.model.world_model.parameters()).flatten()[0]))
-    # Replaced after 2, 4 and 6 iterations by the weights that waited since 2 iterations before.
-    assert seen[2:] == [seen[1], 2.0, 2.0, 4.0]
-
-
-def test_below_the_floor_nothing_is_paid(collected):
-    policy, found = collected
-    errors = measure(policy, found).error
-    floor = float(errors.median())
-    logged = GameReward(settings(reward="error", reward_floor=floor), policy).pay(policy, found)
-    reward = found.rollout[schema.NEXT_REWARD]
-    assert torch.equal(reward != 0, errors > floor)
-    assert float(logged["reward/paid_steps"]) == pytest.approx(float((errors > floor).float().mean()))
-
-
-def test_rewards_are_brought_to_one_scale(collected):
-    policy, found = collected
-    reward = GameReward(settings(reward="error", reward_floor=0.0), policy)
-    reward.pay(policy, found)
-    paid = found.rollout[schema.NEXT_REWARD]
-    errors = measure(policy, found).error
-    assert torch.allclose(paid, errors / errors.square().mean().sqrt(), atol=1e-5)  # and nothing is subtracted
-
-
-def test_an_ensemble_comes_to_agree_on_noise_and_disagrees_where_it_was_not():
-    """Frames of pure noise, at first and after training on other noise; and actions that it has never seen."""
-    torch.manual_seed(0)
-    ensemble = Disagreement(micro_policy().config, members=4, width=32)
-    optimizer = torch.optim.Adam(ensemble.parameters(), 3e-3)
-
-    def noise(rows: int) -> dict[str, torch.Tensor]:
-        return {
-            schema.IMAGE0_HISTORY: torch.randint(0, 256, (rows, 5, 3, 16, 16), dtype=torch.uint8),
-            schema.ACTION_HISTORY: torch.zeros(rows, 4, 32),
-            schema.STATE: torch.zeros(rows, 32),
-        }
-
-    held_out = noise(64)
-    before = float(ensemble(held_out).mean())
-    for _ in range(150):
-        loss = ensemble.loss(noise(32))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    after = float(ensemble(held_out).mean())
-    unseen = float(ensemble({**held_out, schema.ACTION_HISTORY: torch.ones(64, 4, 32)}).mean())
-    assert after < before / 4  # noise stays as unforeseeable as it was, but all expect the same of it
-    assert unseen > 2 * after
-
-
 # -- when it ends ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"held_out_loss": 2.0}, "world model has collapsed"),
-        ({"held_out_loss": float("nan")}, "world model has collapsed"),
-        ({"spread": 0.001}, "explorer has collapsed: its actions hardly differ"),
-        ({"saturated": 1.0}, "explorer has collapsed: 100%"),
-        ({"paid": 0.0}, "the game is over"),
-    ],
-)
-def test_a_collapse_ends_the_run_after_so_many_iterations(bad, message):
-    good = {"held_out_loss": 1.0, "spread": 0.5, "saturated": 0.1, "paid": 1.0}
-    guard = CollapseGuard(3)
-    for found in (good, good | bad, good | bad, good, good | bad, good | bad):
-        guard.check(**found)  # never three in a row
-    again = CollapseGuard(3)
-    again.load_state_dict(guard.state_dict())
-    with pytest.raises(RunError, match=message):
-        again.check(**(good | bad))
 
 
 def test_a_run_that_ends_by_the_guard_says_so_and_is_saved(tmp_path):
@@ -636,42 +438,3 @@ def test_action_spread(collected):
         episode.action[::2, 0] = 1.0  # of 6 steps 3: deviation 0.5; the other real dim stays 0
     assert action_spread(other) == (pytest.approx(0.25), pytest.approx(0.25))
     assert action_spread(other, 0.5)[0] == pytest.approx(0.5)  # of an explorer that may do half as much
-
-
-# -- episodes --------------------------------------------------------------------------------------------------------
-
-
-def test_a_store_keeps_the_latest_and_comes_back():
-    def episode(number):
-        return RobotEpisode(
-            wrist=np.full((3, 3, 4, 4), number, np.uint8),
-            state=np.zeros((3, 32), np.float32),
-            action=np.zeros((2, 32), np.float32),
-            codes=np.full((3, 5), number),
-            number=number,
-        )
-
-    store = EpisodeStore(3)
-    store.add(map(episode, range(5)))
-    assert [one.number for one in store.episodes] == [2, 3, 4]
-    drawn = store.draw(2, np.random.default_rng(0))
-    assert len({one.number for one in drawn}) == 2
-    assert len(store.draw(9, np.random.default_rng(0))) == 3
-    assert store.num_unseen == 3  # `draw` does not count
-    assert [one.number for one in store.draw_unseen_first(2, np.random.default_rng(0))] == [2, 3]
-    assert store.num_unseen == 1
-    again = EpisodeStore(3)
-    again.load_state_dict(store.state_dict())
-    for one, other in zip(store.episodes, again.episodes, strict=True):
-        assert one.number == other.number
-        assert all(np.array_equal(one.streams()[name], other.streams()[name]) for name in one.streams())
-        assert other.head is None
-    first, *others = store.draw_unseen_first(3, np.random.default_rng(0))
-    assert first.number == 4
-    assert {one.number for one in others} == {2, 3}
-    store.add([episode(5)])
-    assert store.num_unseen == 1
-    store.add(map(episode, range(6, 11)))  # more than it holds
-    assert store.num_unseen == 3
-    assert len(store.draw_unseen_first(9, np.random.default_rng(0))) == 3
-    assert store.num_unseen == 0
