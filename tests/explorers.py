@@ -1,11 +1,11 @@
-"""Explorers and their rollouts in the toy world of the panning camera, small enough to test with."""
+"""Teachers, explorers and their rollouts in the toy world of the panning camera, small enough to test with."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from f1_worlds import PIXELS, micro_policy, wake
+from f1_worlds import PIXELS, micro_policy, small_policy, wake
 from panning_camera import WORLD, panning_config
 from tensordict import TensorDict
 
@@ -16,6 +16,7 @@ from deft.models.f1.explorer import ExplorerPolicy, new_explorer
 from deft.models.f1.policy import F1Policy
 from deft.training.phases.exploration import Exploration
 from deft.training.phases.explorer_rollouts import ExplorerRollouts, make_student_env
+from deft.training.phases.teacher import TeacherTrainer
 
 REAL = torch.arange(32) < 2  # the dims that the panning camera has
 
@@ -81,3 +82,8 @@ def student_config(folder: Any, **training: Any) -> Any:
     for name, value in {"episodes_per_update": 2, "batch_size": 5, "sequence_length": 5, **explorer}.items():
         setattr(config.student.explorer, name, value)
     return config
+
+
+def make_teacher(folder: Any, policy: F1Policy | None = None, **training: Any) -> TeacherTrainer:
+    """The trainer of phase 1 in this world."""
+    return TeacherTrainer(panning_config(folder, **training), policy or small_policy())

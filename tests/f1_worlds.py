@@ -54,6 +54,11 @@ def micro_policy(**changes: Any) -> F1Policy:
     return policy
 
 
+def small_policy(**changes: Any) -> F1Policy:
+    """The same in training mode, conditioned on its inputs from the start."""
+    return micro_policy(**{"condition_init": 0.05, **changes}).train()
+
+
 def wake(policy: F1Policy) -> F1Policy:
     """Give an effect to all that starts without one."""
     with torch.no_grad():
@@ -71,6 +76,11 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def changed(before: dict[str, torch.Tensor], module: torch.nn.Module) -> set[str]:
     """The names of the weights that differ from those before."""
     return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights have the same names and values."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def f1_batch(*leading: int, target: bool = True, seed: int = 0, pixels: int = PIXELS) -> dict[str, Any]:

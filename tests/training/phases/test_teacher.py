@@ -1,4 +1,4 @@
-"""Phase 1: memory through chunks, learning, resuming, collecting beside training, recorded video."""
+"""Phase 1: memory through chunks, learning, resuming, collecting beside training."""
 
 import json
 import os
@@ -11,35 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from f1_worlds import micro_config
+from explorers import make_teacher
+from f1_worlds import micro_config, same, small_policy, weights
 from panning_camera import WORLD, panning_config
-from safetensors.torch import save_file
 
 from deft import schema
 from deft.config.loading import to_dict
 from deft.data.episodes import batch_episodes
-from deft.data.robot_episode import RobotEpisode
 from deft.errors import InputError, RunError
 from deft.models.f1.frames import to_model
 from deft.models.f1.policy import F1Policy, encode_frames
 from deft.runs import checkpoint
 from deft.training.phases import teacher
 from deft.training.phases.exploration import Exploration, InlineExplorer, ProcessExplorer
-from deft.training.phases.recorded import (
-    DatasetExplorer,
-)
-from deft.training.phases.teacher import TeacherTrainer, train_teacher
+from deft.training.phases.teacher import TeacherTrainer
 from deft.training.phases.world_model_trainer import copy_accuracy
 
 ROOT = Path(__file__).parents[3]
 EXPLORATION = Exploration({"world": WORLD, "max_steps": 4})
-
-
-def small_policy(**changes) -> F1Policy:
-    torch.manual_seed(0)
-    policy = F1Policy(micro_config(**{"condition_init": 0.05, **changes}))
-    torch.nn.init.normal_(policy.tokenizer.quantize.embedding.weight)
-    return policy
 
 
 def coding_policy(**changes) -> F1Policy:
@@ -52,18 +41,6 @@ def coding_policy(**changes) -> F1Policy:
         chosen = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:32]
         policy.tokenizer.quantize.embedding.weight.copy_(vectors[chosen])
     return policy
-
-
-def trainer(folder, policy=None, **settings) -> TeacherTrainer:
-    return TeacherTrainer(panning_config(folder, **settings), policy or small_policy())
-
-
-def weights(policy: F1Policy) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in policy.state_dict().items()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
@@ -85,7 +62,7 @@ def test_the_memory_state_is_logged_at_debug_level(tmp_path, caplog):
 
 
 def test_memory_is_zeros_then_carried_without_its_gradient(tmp_path, monkeypatch):
-    made = trainer(tmp_path, num_episodes=2)
+    made = make_teacher(tmp_path, num_episodes=2)
     given, returned = [], []
     original = F1Policy.forward_with_world_model
 
@@ -108,14 +85,14 @@ def test_memory_is_zeros_then_carried_without_its_gradient(tmp_path, monkeypatch
 
 
 def test_a_memory_of_none_is_an_error(tmp_path, monkeypatch):
-    made = trainer(tmp_path)
+    made = make_teacher(tmp_path)
     monkeypatch.setattr("deft.training.phases.world_model_trainer.MemoryStateManager.get_current", lambda self: None)
     with pytest.raises(InputError, match="memory_state cannot be None"):
         made.train()
 
 
 def test_chunks_with_carried_memory_equal_the_whole_sequence(tmp_path):
-    made = trainer(tmp_path)
+    made = make_teacher(tmp_path)
     made.policy.eval()
     made._gather()
     batch = made.buffer.batch(np.arange(2))
@@ -153,7 +130,7 @@ def test_padded_steps_do_not_count(tmp_path):
 
 
 def test_memory_before_a_random_step_is_that_of_the_steps_before_it(tmp_path):
-    made = trainer(tmp_path)
+    made = make_teacher(tmp_path)
     made._gather()
     batch = made.buffer.batch(np.arange(2))
     times = torch.tensor([3, 0])
@@ -173,7 +150,7 @@ def test_it_learns_what_copying_cannot(tmp_path):
     """The picture moves in every step. After training the prediction moves it too, and by a_t: with another a_t it is
     another prediction, and a worse one."""
     policy = coding_policy(motion_prior=True)
-    made = trainer(
+    made = make_teacher(
         tmp_path,
         policy,
         num_episodes=240,
@@ -207,7 +184,7 @@ def test_it_learns_what_copying_cannot(tmp_path):
 def test_the_warm_up_teaches_the_motion_prior_alone(tmp_path):
     policy = small_policy(motion_prior=True)
     before = weights(policy)
-    trainer(tmp_path, policy, num_episodes=4, motion_warmup=1.0).train()
+    make_teacher(tmp_path, policy, num_episodes=4, motion_warmup=1.0).train()
     changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert changed
     assert all(name.startswith("model.motion.") for name in changed)
@@ -217,7 +194,7 @@ def test_a_second_warm_up_teaches_the_memory_alone(tmp_path):
     """After the motion: half of the rounds each, and nothing of the rest of the model."""
     policy = small_policy(motion_prior=True, memory_picture=True)
     before = weights(policy)
-    made = trainer(tmp_path, policy, num_episodes=8, motion_warmup=0.5, memory_warmup=0.5)
+    made = make_teacher(tmp_path, policy, num_episodes=8, motion_warmup=0.5, memory_warmup=0.5)
     made.train()
     changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert {".".join(name.split(".")[:2]) for name in changed} == {"model.motion", "model.memory"}
@@ -234,7 +211,7 @@ def test_trust_in_the_motion_prior_is_fitted_once(tmp_path, monkeypatch):
     fitted = []
     monkeypatch.setattr(teacher, "fit_sharpness", lambda *found: fitted.append(found) or torch.full((3,), 2.5))
     policy = small_policy(motion_prior=True)
-    made = trainer(tmp_path, policy, num_episodes=6, motion_warmup=0.4, learning_rate=1e-9)
+    made = make_teacher(tmp_path, policy, num_episodes=6, motion_warmup=0.4, learning_rate=1e-9)
     made.train()
     assert len(fitted) == 1
     assert policy.model.motion.log_sharpness.tolist() == pytest.approx([2.5] * 3, abs=1e-4)
@@ -246,7 +223,7 @@ def test_trust_in_the_motion_prior_is_fitted_once(tmp_path, monkeypatch):
 
 def test_trained_weights_are_not_warmed_up_unasked(tmp_path):
     """A new optimizer at the warm-up's rate would undo in one update what a teacher knows."""
-    made = trainer(tmp_path, small_policy(motion_prior=True, memory_picture=True), motion_warmup=None)
+    made = make_teacher(tmp_path, small_policy(motion_prior=True, memory_picture=True), motion_warmup=None)
     assert made._warmup_shares == (0.15, 0.05)
     made.config.model.checkpoint_path = "teacher.safetensors"
     assert made._warmup_shares == (0.0, 0.0)
@@ -258,7 +235,7 @@ def test_random_steps_hide_the_head_camera_too(tmp_path):
     found = {}
     for dropout in (0.0, 1.0):
         settings = {"num_episodes": 4, "sequential_training": False, "head_dropout": dropout}
-        made = trainer(tmp_path / str(dropout), small_policy(), **settings)
+        made = make_teacher(tmp_path / str(dropout), small_policy(), **settings)
         batches: list[set[str]] = []
 
         def update(steps, memory, made=made, batches=batches):
@@ -272,7 +249,7 @@ def test_random_steps_hide_the_head_camera_too(tmp_path):
 
 
 def test_trust_in_the_motion_prior_learns_quicker(tmp_path):
-    made = trainer(tmp_path, small_policy(motion_prior=True), learning_rate=1e-3)
+    made = make_teacher(tmp_path, small_policy(motion_prior=True), learning_rate=1e-3)
     groups = zip(made.optimizer.param_groups, made.highest_rates, strict=True)
     rates = {id(one): rate for group, rate in groups for one in group["params"]}
     motion = made.policy.model.motion
@@ -287,7 +264,7 @@ def test_trust_in_the_motion_prior_learns_quicker(tmp_path):
 def test_random_steps_train_too(tmp_path):
     policy = small_policy()
     before = weights(policy)
-    summary = trainer(tmp_path, policy, sequential_training=False, num_episodes=4).train()
+    summary = make_teacher(tmp_path, policy, sequential_training=False, num_episodes=4).train()
     assert summary["updates"] == 6  # two rounds of ⌈5 / 2⌉
     assert not same(before, policy.state_dict())
 
@@ -299,7 +276,7 @@ def test_lora_changes_adapters_and_memory_alone(tmp_path):
     policy = small_policy()
     add_lora(policy, {"r": 2})
     before = weights(policy)
-    trainer(tmp_path, policy, num_episodes=4, lora={"r": 2}).train()
+    make_teacher(tmp_path, policy, num_episodes=4, lora={"r": 2}).train()
     changed = {name for name, value in policy.state_dict().items() if not torch.equal(value, before[name])}
     assert changed
     assert all(".lora_" in name or ".modules_to_save." in name for name in changed)
@@ -322,7 +299,7 @@ def test_a_video_and_a_picture_of_every_episode(tmp_path, monkeypatch):
         "deft.training.phases.base.write_prediction_video",
         lambda episode, path: filmed.append((path.name, episode.wrist.copy())),
     )
-    made = trainer(tmp_path, num_episodes=4, video_save_every=1, sample_save_every=3)
+    made = make_teacher(tmp_path, num_episodes=4, video_save_every=1, sample_save_every=3)
     made.train()
     assert [name for name, _ in filmed] == [f"episode_{n}.mp4" for n in (1, 2, 3, 4)]
     episodes = InlineExplorer(made.exploration()).take(4)
@@ -375,7 +352,7 @@ def test_what_was_learned_from_episodes_seen_before_is_saved(tmp_path):
 
 
 def test_outputs_are_as_documented(tmp_path):
-    summary = trainer(tmp_path, num_episodes=6, save_every=2, video_save_every=4, sample_save_every=2).train()
+    summary = make_teacher(tmp_path, num_episodes=6, save_every=2, video_save_every=4, sample_save_every=2).train()
     assert summary["episodes"] == 6
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == [
         "checkpoint-2",
@@ -398,10 +375,10 @@ def test_outputs_are_as_documented(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"sequential_training": False, "buffer_capacity": 5}])
 def test_resuming_equals_an_uninterrupted_run(tmp_path, settings):
     """8 episodes at once, and 4, stopped, then 4 more: the same weights, bit for bit."""
-    once = trainer(tmp_path / "once", scheduler="constant", **settings)
+    once = make_teacher(tmp_path / "once", scheduler="constant", **settings)
     once.train()
-    trainer(tmp_path / "twice", num_episodes=4, scheduler="constant", **settings).train()
-    resumed = trainer(tmp_path / "twice", scheduler="constant", auto_resume=True, **settings)
+    make_teacher(tmp_path / "twice", num_episodes=4, scheduler="constant", **settings).train()
+    resumed = make_teacher(tmp_path / "twice", scheduler="constant", auto_resume=True, **settings)
     resumed.load(tmp_path / "twice" / "checkpoint-4")  # the policy was given, not loaded
     resumed.policy.load_state_dict(checkpoint.load_part(tmp_path / "twice" / "checkpoint-4", "model.pt"))
     resumed.train()
@@ -410,15 +387,15 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path, settings):
 
 
 def test_a_run_is_not_replaced_unasked(tmp_path):
-    trainer(tmp_path, num_episodes=2).train()
+    make_teacher(tmp_path, num_episodes=2).train()
     with pytest.raises(InputError, match=r"already holds a run \(checkpoint-2\)"):
-        trainer(tmp_path)
-    trainer(tmp_path, num_episodes=4, overwrite=True).train()
+        make_teacher(tmp_path)
+    make_teacher(tmp_path, num_episodes=4, overwrite=True).train()
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint-4"]
 
 
 def test_the_clock_ends_a_run(tmp_path):
-    summary = trainer(tmp_path, num_episodes=100_000, max_minutes=0.02).train()
+    summary = make_teacher(tmp_path, num_episodes=100_000, max_minutes=0.02).train()
     assert summary["episodes"] < 100_000
     assert (tmp_path / f"checkpoint-{summary['episodes']}").is_dir()
     assert summary["learning_rate"] < 4e-4  # of 2e-3: the schedule went by the clock
@@ -462,7 +439,7 @@ def test_a_killed_run_leaves_a_good_checkpoint(tmp_path, how):
 
 
 def test_a_run_collects_beside_training(tmp_path):
-    made = trainer(tmp_path, overlap=True, num_envs=1, num_episodes=12)
+    made = make_teacher(tmp_path, overlap=True, num_envs=1, num_episodes=12)
     summary = made.train()
     assert summary["episodes"] >= 12
     assert made.num_taken >= summary["episodes"]
@@ -471,137 +448,6 @@ def test_a_run_collects_beside_training(tmp_path):
 
 
 def test_what_goes_wrong_beside_training_ends_the_run(tmp_path):
-    made = trainer(tmp_path, overlap=True, num_envs=1, world_kwargs={"breaks_at": 3})
+    made = make_teacher(tmp_path, overlap=True, num_envs=1, world_kwargs={"breaks_at": 3})
     with pytest.raises(RunError, match="the camera fell off"):
         made.train()
-
-
-# -- recorded video --------------------------------------------------------------------------------------------------
-
-
-def test_a_dataset_trains_the_same_model(tmp_path, recording):
-    made = trainer(tmp_path / "run", dataset=str(recording), steps_per_episode=7, num_episodes=8)
-    made.train()
-    explorer = made.explorer
-    assert isinstance(explorer, DatasetExplorer)
-    assert explorer.num_episodes == 3  # one of four is kept out
-    assert set(explorer.training_episodes) | set(explorer.held_out_episodes) == {0, 1, 2, 3}
-    kept = explorer.held_out(9)
-    assert [episode.number for episode in kept] == explorer.held_out_episodes.tolist()
-    assert np.array_equal(
-        kept[0].wrist, InlineExplorer(Exploration({"world": WORLD, "max_steps": 7})).take(4)[kept[0].number].wrist
-    )
-    assert kept[0].state.shape == (8, 32)
-    low, high = (np.array(limit) for limit in explorer.normalization["action"])
-    episode = explorer.read(int(explorer.training_episodes[0]))
-    raw = explorer.dataset.episode(int(explorer.training_episodes[0])).action
-    assert np.allclose((episode.action[:, :2] * (high - low)[:2] + (low + high)[:2]) / 2, raw[:, :2], atol=1e-6)
-    assert not episode.action[:, 2:].any()  # dims that never change, and padding
-    state = checkpoint.load_training_state(tmp_path / "run" / "checkpoint-8")["state"]
-    assert state["normalization"] == explorer.normalization
-
-
-def test_recorded_episodes_are_new_ones_each_time(tmp_path, recording):
-    """With colours or positions changed every round takes new copies of the three; without, what is kept is enough."""
-    settings = {"dataset": str(recording), "steps_per_episode": 7, "num_episodes": 8, "batch_size": 2}
-    plain = trainer(tmp_path / "plain", colour_augmentation=0.0, **settings)
-    plain.train()
-    assert (plain.num_taken, len(plain.buffer)) == (3, 3)
-    moved = trainer(tmp_path / "moved", colour_augmentation=0.0, shift_augmentation=3, **settings)
-    moved.train()
-    assert (moved.num_taken, len(moved.buffer)) == (9, 9)  # 3, then 2 in each of the three rounds after the first
-
-
-def test_motion_is_learned_where_a_recording_moves(tmp_path, recording, monkeypatch):
-    """Two episodes of 4 steps, all still but one step of 40 levels: with the mean, 5, each of the others has a share of
-    5 / 80, and that one 45 / 80, of the steps that the motion prior is trained on."""
-    settings = {"batch_size": 1, "bptt_length": 1, "motion_warmup": 0.5}
-    made = trainer(tmp_path / "run", small_policy(motion_prior=True), dataset=str(recording), **settings)
-    still = np.full((5, 3, 16, 16), 100, np.uint8)
-    moves = still.copy()
-    moves[3:] += 40
-    zeros = {"state": np.zeros((5, 32), np.float32), "action": np.zeros((4, 32), np.float32)}
-    batch = batch_episodes([RobotEpisode(wrist=wrist, **zeros) for wrist in (still, moves)])
-    assert teacher.step_changes(batch).tolist() == [[0, 0, 0, 0], [0, 0, 40, 0]]
-    trained, nothing = [], torch.tensor(0.0)
-
-    def note(forward, steps, *_):
-        trained.append(float(teacher.copy_loss(steps)))
-        return {"motion_loss": nothing}, nothing
-
-    monkeypatch.setattr(made, "update_in_parts", note)
-    for _ in range(50):
-        made._train_motion(batch)
-    assert np.mean(np.array(trained) > 0) == pytest.approx(45 / 80, abs=0.08)  # of 400: 0.025 deviation
-
-
-def test_a_recording_may_be_taken_at_a_lower_rate(tmp_path, recording):
-    """Of 8 frames and 7 actions every third from the second on: frames 1, 4, 7; actions the means of 1–3 and 4–6."""
-    whole = trainer(tmp_path / "whole", dataset=str(recording))._open_explorer()
-    skips = trainer(tmp_path / "skips", dataset=str(recording), frame_skip=3)._open_explorer()
-    every, third = whole.read(0), skips.read(0, 1)
-    assert np.array_equal(third.wrist, every.wrist[[1, 4, 7]])
-    assert np.allclose(third.action, [every.action[1:4].mean(0), every.action[4:7].mean(0)], atol=1e-6)
-    assert skips.longest == 2
-    kept = skips.held_out(1)  # from its first, second and third frame
-    assert [len(episode.wrist) for episode in kept] == [3, 3, 2]
-    assert np.array_equal(kept[1].wrist, whole.held_out(1)[0].wrist[[1, 4, 7]])
-    with pytest.raises(InputError, match="frame_skip 5: the shortest episode"):
-        trainer(tmp_path / "none", dataset=str(recording), frame_skip=5)._open_explorer()
-
-
-@pytest.mark.parametrize(("name", "value"), [("frame_skip", 2), ("shift_augmentation", 4), ("wrist_camera", "hand")])
-def test_settings_of_recordings_need_one(tmp_path, name, value):
-    with pytest.raises(InputError, match=f"{name}: for recordings alone; name one with dataset"):
-        trainer(tmp_path, **{name: value})
-
-
-def test_a_dataset_run_resumes_bit_for_bit(tmp_path, recording):
-    settings = {"dataset": str(recording), "steps_per_episode": 7, "scheduler": "constant"}
-    once = trainer(tmp_path / "once", **settings)
-    once.train()
-    trainer(tmp_path / "twice", num_episodes=4, **settings).train()
-    resumed = trainer(tmp_path / "twice", auto_resume=True, **settings)
-    resumed.policy.load_state_dict(checkpoint.load_part(tmp_path / "twice" / "checkpoint-4", "model.pt"))
-    resumed.train()
-    assert same(once.policy.state_dict(), resumed.policy.state_dict())
-
-
-def test_a_dataset_with_more_dims_makes_a_wider_model(tmp_path, recording):
-    for file in recording.glob("*.npz"):
-        arrays = dict(np.load(file))
-        arrays["action"] = np.concatenate([arrays["action"]] * 10, 1)
-        np.savez(file, **arrays)
-    config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
-    (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config())))
-    config.model.config_file = str(tmp_path / "model.json")
-    train_teacher(config)
-    assert json.loads((tmp_path / "run" / "f1_config.json").read_text())["max_action_dim"] == 40
-
-
-def test_a_new_model_of_a_recording_takes_its_tokenizer_and_expects_stillness(tmp_path, recording):
-    """The prior has a tail; the tokenizer is the named file's, its codes those that are trained on."""
-    other = small_policy(motion_prior=True)
-    tensors = {name: value.contiguous() for name, value in other.tokenizer.state_dict().items()}
-    save_file(tensors, tmp_path / "tokenizer.safetensors")
-    config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
-    (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config(motion_prior=True))))
-    config.model.config_file, config.model.untrained_tokenizer = str(tmp_path / "model.json"), False
-    config.model.tokenizer_weights = str(tmp_path / "tokenizer.safetensors")
-    made = TeacherTrainer(config)
-    assert made.policy.model.motion.tail == 1.5
-    assert same(made.policy.tokenizer.state_dict(), tensors)
-    made.close()
-    config.model.checkpoint_path = "teacher.safetensors"
-    with pytest.raises(InputError, match="tokenizer_weights: for new models"):
-        TeacherTrainer(config)
-
-
-def test_a_resumed_run_keeps_its_tokenizer(tmp_path, recording):
-    config = panning_config(tmp_path / "run", dataset=str(recording), num_episodes=2)
-    (tmp_path / "model.json").write_text(json.dumps(to_dict(micro_config())))
-    config.model.config_file = str(tmp_path / "model.json")
-    train_teacher(config)
-    config.run.auto_resume, config.model.tokenizer_weights = True, "another.safetensors"
-    with pytest.raises(InputError, match=r"tokenizer_weights: another\.safetensors differs from the resumed run's"):
-        train_teacher(config)
