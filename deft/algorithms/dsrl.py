@@ -34,6 +34,9 @@ class DSRL(SAC):
     L_A = E (r + γ (min Q̄^A(s', f(s', w')) − α log π(w' | s')) − Q^A(s, a))²,
     L_W = E (Q^W(s, w) − min Q^A(s, f(s, w)))² with w ~ N(0, 1),   L_π = E [α log π(w | s) − min Q^W(s, w)].
 
+    An anchor keeps the noise near p₀, which f was trained on: μ = 0 and σ = 1 before tanh. With critics Q of noise:
+    L_π = E [(α log π(w | s) − min Q(s, w)) / E|min Q|] + c · E KL(π ‖ p₀).
+
     Noise is in units of `noise_bound` here, so that entropies are those of numbers in [-1, 1].
     """
 
@@ -94,7 +97,7 @@ class DSRL(SAC):
     def target_entropy(self) -> float:
         """The entropy of unit noise that `alpha: auto` aims at."""
         wanted = self.settings.target_entropy
-        return -float(self.policy.noise_dim) if wanted == "auto" else float(wanted)
+        return 0.0 if wanted == "auto" else float(wanted)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +120,13 @@ class DSRL(SAC):
         with torch.no_grad():
             wanted = self.critics(state.for_critics, self._actions(state, unit)).amin(1, keepdim=True)
         return (self.noise_critics(state.for_critics, unit) - wanted).square().mean(-1).sum(1)
+
+    def _make_anchor(self) -> None:
+        """No network: the noise that the frozen policy was trained on is the same in all states."""
+
+    def _divergence(self, state: Encoded, anchored: Encoded | None) -> Tensor:
+        """KL(π ‖ p₀)."""
+        return self.policy.divergence_from_start(state)
 
     def _sample(self, state: Encoded) -> tuple[Tensor, Tensor]:
         return self.policy.sample_noise(state)

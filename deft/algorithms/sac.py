@@ -44,7 +44,7 @@ class SAC(ReplayLearner, SoftPolicy):
         super().__init__(policy, settings or SACSettings(), seed)
         self._start_alpha(1.0)
         self.period = self.settings.policy_delay
-        self.anchor = frozen_copy(policy) if self.settings.anchor_coef else None
+        self.anchor = self._make_anchor() if self.settings.anchor_coef else None
         self.anchor_weight = torch.full((), self.settings.anchor_coef, device=policy.center.device)
         if self.settings.compile:  # samples as in eager mode, so that both give the same results
             options: dict[str, Any] = {"fallback_random": True}
@@ -87,7 +87,7 @@ class SAC(ReplayLearner, SoftPolicy):
         """Update the learning rate and the anchor's weight, in tensors that a captured update reads."""
         super().schedule()
         half_life = self.settings.anchor_half_life
-        if self.anchor is not None and half_life is not None:
+        if self.settings.anchor_coef and half_life is not None:
             # c_t = c · 2^(−t / half-life): the distance that the policy may move is proportional to 1/c.
             halvings = max(0, self.version - self.settings.critic_warmup) / half_life
             self.anchor_weight.fill_(max(self.settings.anchor_coef * 0.5**halvings, self.settings.anchor_floor))
@@ -132,6 +132,10 @@ class SAC(ReplayLearner, SoftPolicy):
         q = self.critics(features, action)
         return (q - backup.unsqueeze(1)).square().mean(-1).sum(1), q.detach().mean()
 
+    def _make_anchor(self) -> Policy | None:
+        """The policy that the divergence is measured from."""
+        return frozen_copy(self.policy)
+
     @torch.no_grad()
     def _anchored(self, batch: Mapping[Any, Any]) -> Encoded | None:
         """The state encoded by the anchor; None without an anchor."""
@@ -141,18 +145,23 @@ class SAC(ReplayLearner, SoftPolicy):
         self, state: Encoded, anchored: Encoded | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Losses of policy and temperature per member, log π of the sampled actions, and the KL to the anchor."""
-        if self.anchor is not None:
+        if self.settings.anchor_coef:
             state = self.policy.with_output(state)
         samples, log_probs = self._sample(state)
         q = self._judged(state, samples[0])
         value = q.mean(1) if self.settings.target_critics is not None else q.amin(1)
         loss = self.log_alpha.detach().exp().unsqueeze(-1) * log_probs[0] - value
-        divergence = None
-        if self.anchor is not None and anchored is not None:
-            divergence = self.policy.divergence(state, self.anchor, anchored)
+        divergence = self._divergence(state, anchored) if self.settings.anchor_coef else None
+        if divergence is not None:
             size = value.detach().abs().mean(-1, keepdim=True).clamp(min=SMALLEST_VALUE)
             loss = loss / size + self.anchor_weight * divergence
         return loss.mean(-1), self._alpha_loss(log_probs[0]), log_probs[0], divergence
+
+    def _divergence(self, state: Encoded, anchored: Encoded | None) -> Tensor:
+        """KL(π ‖ π₀), [members, B]."""
+        assert self.anchor is not None
+        assert anchored is not None
+        return self.policy.divergence(state, self.anchor, anchored)
 
     def _sample(self, state: Encoded) -> tuple[Tensor, Tensor]:
         """One sample of the policy for each state, [1, members, B, A], and its log-density; differentiable."""

@@ -376,6 +376,14 @@ class DSRLSettings(SACSettings):
     learning_starts = 1_000
     random_shift = 0
     keep_critics = False
+    alpha = Field(
+        0.0, description="Entropy temperature; `auto`: learn it so that the entropy is `target_entropy`; 0: no bonus."
+    )
+    target_entropy = Field("auto", description="Target entropy of the noise in units of `noise_bound`; `auto`: 0.")
+    critic_warmup = 200
+    anchor_coef = Field(
+        0.02, description="Weight of the KL divergence from noise N(0, 1), with Q scaled to mean size 1; 0: none."
+    )
     critic: Literal["noise", "action"] = "noise"
     """What the critics judge: the noise (DSRL-SAC), or the action, with noise critics distilled from it (DSRL-NA)."""
     noise_bound: Positive = 1.5
@@ -385,8 +393,6 @@ class DSRLSettings(SACSettings):
 
     @model_validator(mode="after")
     def _fits_a_frozen_policy(self) -> DSRLSettings:
-        if self.anchor_coef:
-            raise ValueError("anchor_coef: dsrl has no anchor, its policy is frozen; use a smaller noise_bound")
         if self.random_steps:
             raise ValueError("random_steps: dsrl explores by its noise, and random actions have none; leave it out")
         if self.prior_data is not None and self.critic == "noise":

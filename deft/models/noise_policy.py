@@ -96,6 +96,11 @@ class NoisePolicy(WrappingPolicy):
         """Unit noise w / b [1, 1, B, D], differentiable, and its log-density [1, 1, B]."""
         return self.head.rsample(self._output(state), 1)
 
+    def divergence_from_start(self, state: Encoded) -> Tensor:
+        """KL from the noise of a new network (μ = 0, σ = 1), [1, B]."""
+        output = self._output(state)
+        return self.head.divergence(output, self.head, torch.zeros_like(output))
+
     @torch.no_grad()
     def denoise_unit(self, state: Encoded, unit_noise: Tensor) -> Tensor:
         """Unit actions [B, A], before clipping, that unit noise w / b [B, D] leads to."""

@@ -46,7 +46,7 @@ def cloned(tmp_path_factory):
 
 
 def config(tmp_path, cloned, name="run", steps=240, **cfg):
-    cfg = {"batch_size": 64, "learning_starts": 60, "learning_rate": 1e-2, "tau": 0.1, **cfg}
+    cfg = {"batch_size": 64, "learning_starts": 60, "learning_rate": 1e-2, "tau": 0.1, "critic_warmup": 20, **cfg}
     return resolve(
         {
             "algorithm": {"name": "dsrl", "cfg": cfg},
@@ -63,7 +63,7 @@ def config(tmp_path, cloned, name="run", steps=240, **cfg):
 @pytest.mark.parametrize("critic", ["noise", "action"])
 def test_it_selects_the_noise_of_the_good_mode(tmp_path, cloned, critic):
     """Cloning acts well in about 3 of 10 episodes; the noise that leads there is all that is learned."""
-    trainer = build_trainer(config(tmp_path, cloned, critic=critic, alpha=0.02))
+    trainer = build_trainer(config(tmp_path, cloned, critic=critic))
     frozen = {name: value.clone() for name, value in trainer.policy.base.state_dict().items()}
     trainer.train()
     assert all(torch.equal(value, frozen[name]) for name, value in trainer.policy.base.state_dict().items())
