@@ -30,8 +30,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ from bakeoff_plan import Part, Plan, imitation_seconds, seconds_of
 from common import last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
 from forked import Forked
 from headline import steps_to
-from timed_bench import StoppedError, TimedBench
+from timed_bench import Job, TimedBench
 
 START = "demonstrations, SFT"  # the part of a seed that all methods need
 Results = dict[str, dict[int, dict[str, Any]]]  # of each method and seed
@@ -217,39 +216,18 @@ class BakeOff(TimedBench):
 
     def execute(self, plan: Plan) -> tuple[Results, list[str], bool]:
         """Run all parts; return the results, the failures, and whether something is left to do."""
-        given, results, failures, is_left = self.arguments, Results(), list[str](), False
-        jobs: dict[Future[Any], tuple[str, int]] = {}
+        given, results = self.arguments, Results()
 
-        def submit(name: str, seed: int, function: Callable[[], Any]) -> None:
-            def timed() -> Any:
-                began = time.monotonic()
-                found = function()
-                plan.finish(name, seed, time.monotonic() - began)
-                return found
+        def keep(name: str, seed: int, found: Any) -> list[Job]:
+            if name != START:
+                results.setdefault(name, {})[seed] = found
+                write(given, in_order(results, given), time.monotonic() - self.started)
+                return []
+            methods = [] if given.start_only else given.methods
+            return [Job(method, seed, functools.partial(self.method, seed, method, found)) for method in methods]
 
-            jobs[pool.submit(timed)] = (name, seed)
-
-        with ThreadPoolExecutor(given.parallel) as pool:
-            for seed in given.seeds:
-                submit(START, seed, functools.partial(self.start, seed))
-            while jobs:
-                job = next(iter(wait(jobs, return_when=FIRST_COMPLETED).done))
-                name, seed = jobs.pop(job)
-                try:
-                    found = job.result()
-                except StoppedError:
-                    is_left = True
-                    continue
-                except RuntimeError as error:  # the others are still worth a table
-                    failures.append(f"{name}, seed {seed}: {error}")
-                    continue
-                if name != START:
-                    results.setdefault(name, {})[seed] = found
-                    write(given, in_order(results, given), time.monotonic() - self.started)
-                elif not given.start_only:
-                    for method in given.methods:
-                        submit(method, seed, functools.partial(self.method, seed, method, found))
-                print(f"seed {seed}: {name} done; about {plan.minutes_left():.0f} minutes left", flush=True)
+        starts = [Job(START, seed, functools.partial(self.start, seed)) for seed in given.seeds]
+        failures, is_left = self.run_jobs(plan, starts, keep)
         return in_order(results, given), failures, is_left
 
 

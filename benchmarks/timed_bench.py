@@ -12,14 +12,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
+from bakeoff_plan import Plan
 from headline import STOPPED, Bench
 
 
 class StoppedError(RuntimeError):
     """`--stop-after` is over: a command was stopped, or not started."""
+
+
+class Job(NamedTuple):
+    """A part of a plan, and the function that runs its commands and returns what was found."""
+
+    name: str
+    seed: int
+    function: Callable[[], Any]
 
 
 class TimedBench(Bench):
@@ -46,6 +56,39 @@ class TimedBench(Bench):
         if found["status"] == STOPPED and self.minutes_left <= 0:
             raise stopped
         return found
+
+    def run_jobs(
+        self, plan: Plan, jobs: Iterable[Job], keep: Callable[[str, int, Any], Iterable[Job]]
+    ) -> tuple[list[str], bool]:
+        """Run jobs side by side; return the failures, and whether `--stop-after` left something to do.
+
+        `keep(name, seed, found)` receives what a job found, in this thread, and returns the jobs that follow from it.
+        """
+        failures, is_left = list[str](), False
+
+        def timed(job: Job) -> Any:
+            began = time.monotonic()
+            found = job.function()
+            plan.finish(job.name, job.seed, time.monotonic() - began)
+            return found
+
+        with ThreadPoolExecutor(self.arguments.parallel) as pool:
+            running: dict[Future[Any], Job] = {pool.submit(timed, job): job for job in jobs}
+            while running:
+                wait(running, return_when=FIRST_COMPLETED)
+                future = next(one for one in running if one.done())  # of several, the one that was submitted first
+                name, seed, _ = running.pop(future)
+                try:
+                    found = future.result()
+                except StoppedError:
+                    is_left = True
+                    continue
+                except RuntimeError as error:  # the others are still worth a table
+                    failures.append(f"{name}, seed {seed}: {error}")
+                    continue
+                running |= {pool.submit(timed, job): job for job in keep(name, seed, found)}
+                print(f"seed {seed}: {name} done; about {plan.minutes_left():.0f} minutes left", flush=True)
+        return failures, is_left
 
 
 @contextlib.contextmanager

@@ -17,20 +17,19 @@ finished steps are not repeated. The exit status is 1 if a policy failed or some
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from bakeoff_plan import CPU_STEPS, START, Part, Plan
 from common import machine, over_seeds, print_machine, share_over_seeds, table
-from timed_bench import StoppedError, TimedBench
+from timed_bench import Job, TimedBench
 
 from deft.runs.json_files import read_json, write_json
 
@@ -218,37 +217,23 @@ class VisionBench(TimedBench):
 
     def execute(self, plan: Plan, keep: Callable[[int, str, dict[str, Any]], None]) -> tuple[list[str], bool]:
         """Run all parts and `keep` what is found; return the failures, and whether something is left to do."""
-        failures, is_left = list[str](), False
 
         def run(part: Part) -> Any:
-            began = time.monotonic()
             if part.name == "video":
-                found: Any = self.video(part.seed)
-            elif part.name == "demonstrations":
-                methods = [one.name for one in plan.parts if one.seed == part.seed]
-                found = [self.demonstrations(part.seed, 3) for _ in {*FEWER} & {*methods}][:1]
-                found += [self.demonstrations(part.seed)] if {*METHODS} & {*methods} else []
-            else:
-                found = self.method(part.seed, part.name)
-            plan.finish(part.name, part.seed, time.monotonic() - began)
-            return found
+                return self.video(part.seed)
+            if part.name != "demonstrations":
+                return self.method(part.seed, part.name)
+            methods = [one.name for one in plan.parts if one.seed == part.seed]
+            found = [self.demonstrations(part.seed, 3) for _ in {*FEWER} & {*methods}][:1]
+            return found + ([self.demonstrations(part.seed)] if {*METHODS} & {*methods} else [])
 
-        with ThreadPoolExecutor(self.arguments.parallel) as pool:
-            jobs: dict[Future[Any], Part] = {pool.submit(run, part): part for part in plan.parts}
-            for job in as_completed(jobs):
-                part = jobs[job]
-                try:
-                    found = job.result()
-                except StoppedError:
-                    is_left = True
-                    continue
-                except RuntimeError as error:  # the others are still worth a table
-                    failures.append(f"{part.name}, seed {part.seed}: {error}")
-                    continue
-                if part.name in TITLES:
-                    keep(part.seed, part.name, found)
-                print(f"seed {part.seed}: {part.name} done; about {plan.minutes_left():.0f} minutes left", flush=True)
-        return failures, is_left
+        def keep_methods(name: str, seed: int, found: Any) -> list[Job]:
+            if name in TITLES:
+                keep(seed, name, found)
+            return []
+
+        jobs = [Job(part.name, part.seed, functools.partial(run, part)) for part in plan.parts]
+        return self.run_jobs(plan, jobs, keep_methods)
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------

@@ -53,6 +53,37 @@ def test_commands_have_the_time_that_is_left(script, tmp_path, monkeypatch):
     assert limits == [pytest.approx(6.0, abs=0.1), pytest.approx(2.0, abs=0.1)]
 
 
+def test_jobs_run_with_those_that_follow_and_a_failure_ends_none_but_its_own(script, load_benchmark, tmp_path, capsys):
+    def stop():
+        raise script.StoppedError("stopped: deft train ppo")
+
+    def fail():
+        raise RuntimeError("the gripper fell off")
+
+    part = load_benchmark("bakeoff_plan").Part
+    parts = [part(name, 0, 60.0) for name in ("first", "second", "stopped", "failing")]
+    plan, kept = script.Plan(parts, 2, "cpu"), {}
+
+    def keep(name, seed, found):
+        time.sleep(0.005)
+        kept[name, seed] = found
+        return [script.Job("second", seed, lambda: 2 * found)] if name == "first" else []
+
+    bench = script.TimedBench(argparse.Namespace(results=tmp_path, cores=1, stop_after=None, parallel=2))
+    jobs = [script.Job("first", 0, lambda: 3), script.Job("stopped", 0, stop), script.Job("failing", 0, fail)]
+    failures, is_left = bench.run_jobs(plan, jobs, keep)
+    assert kept == {("first", 0): 3, ("second", 0): 6}
+    assert failures == ["failing, seed 0: the gripper fell off"]
+    assert is_left
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in lines] == ["seed 0: first done", "seed 0: second done"]
+    kept.clear()
+    bench.arguments.parallel = 1  # jobs end in the order of their submission
+    many = [script.Job(f"job {number}", 0, lambda: None) for number in range(20)]  # several end before one is kept
+    assert bench.run_jobs(plan, many, keep) == ([], False)
+    assert [name for name, _ in kept] == [job.name for job in many]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")
 def test_a_command_ends_with_a_benchmark_that_is_killed():
     """The benchmark starts a command that sleeps for a minute, prints its process id, and is killed."""

@@ -86,13 +86,16 @@ def test_the_plan_has_what_is_left(script, asked, tmp_path, capsys):
     assert not asked
 
 
-def test_what_is_stopped_or_fails_leaves_the_table_of_the_others(script, asked, tmp_path, monkeypatch, capsys):
+def test_what_is_stopped_or_fails_leaves_the_table_of_the_others(
+    script, load_benchmark, asked, tmp_path, monkeypatch, capsys
+):
+    stopped = load_benchmark("timed_bench").StoppedError
     arguments = settings(script, tmp_path, "--methods", "sft", "vision", "text")
     method = script.VisionBench.method
 
     def fail(self, seed, name):
         if name == "vision":
-            raise script.StoppedError("stopped: deft train vision")
+            raise stopped("stopped: deft train vision")
         if name == "text":
             raise RuntimeError("failed (1): deft train vision")
         return method(self, seed, name)
