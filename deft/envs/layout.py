@@ -218,6 +218,20 @@ def take_rows(observation: Observation, index: np.ndarray | slice) -> Observatio
     return observation[index]
 
 
+def with_rows(observation: Observation, index: Any, rows: Observation) -> Observation:
+    """Return a copy of an observation, of arrays or tensors, with other rows at `index`."""
+    if isinstance(observation, dict):
+        given = streams_of(rows)
+        return {name: _with_rows(stream, index, given[name]) for name, stream in observation.items()}
+    return _with_rows(observation, index, rows)
+
+
+def _with_rows(stream: Any, index: Any, rows: Any) -> Any:
+    copied = stream.copy() if isinstance(stream, np.ndarray) else stream.clone()
+    copied[index] = rows
+    return copied
+
+
 def copy_rows(source: Observation, target: Observation, rows: Any) -> None:
     """Copy the rows `rows` (an index array or a slice) from one observation array to the same rows of another."""
     for name, stream in streams_of(source).items():

@@ -35,6 +35,7 @@ from deft.envs.layout import (
     copy_rows,
     first_not_finite,
     take_rows,
+    with_rows,
 )
 from deft.errors import NOT_FINITE, InputError, RunError
 
@@ -92,6 +93,12 @@ class VectorStep:
     reward_terms: np.ndarray | None = None
     """float32 [N, K]: the unweighted terms of this step's reward, with columns as in `VectorEnv.reward_terms`; their
     sum over the chunk with action chunks. None if the environment declares no terms."""
+
+    def next_observation(self) -> Observation:
+        """[N, …]: the true next observation, final where an episode ended, never the one after its reset."""
+        if self.final_observation is None:
+            return self.observation
+        return with_rows(self.observation, self.done_index, self.final_observation)
 
 
 class VectorEnv(ABC):

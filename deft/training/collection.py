@@ -141,7 +141,7 @@ class Collector:
         row, next_memory = self._row, self._next_memory
         self._complete(step)
         if self._next_observation:
-            _flat_observation(row, _with_final(step), schema.NEXT_OBSERVATION)
+            _flat_observation(row, step.next_observation(), schema.NEXT_OBSERVATION)
             if len(step.lost_index):  # steps that failed led nowhere
                 row[schema.STEP_MASK] = self._no_values == 0  # all True
                 row[schema.STEP_MASK][step.lost_index] = False
@@ -275,7 +275,7 @@ class Collector:
         index = np.flatnonzero(wanted) if self.env.device is None else wanted.nonzero().squeeze(1)
         memory = None if next_memory is None else next_memory[torch.as_tensor(index, device=self.device)]
         values = self._no_values * 0
-        values[index] = self._values(index, take_rows(_with_final(step), index), memory)
+        values[index] = self._values(index, take_rows(step.next_observation(), index), memory)
         return values
 
     def _values(self, index: np.ndarray, observation: Observation, memory: Tensor | None) -> Any:
@@ -307,24 +307,6 @@ def _flat_observation(row: dict[Key, Any], observation: Observation, key: str | 
         row.update({(*_path(key), name): stream for name, stream in observation.items()})
     else:
         row[key] = observation
-
-
-def _with_final(step: VectorStep) -> Observation:
-    """The true next observation: the final one where an episode ended, never the one after its reset."""
-    if step.final_observation is None:
-        return step.observation
-    if isinstance(step.observation, dict):
-        assert isinstance(step.final_observation, dict)
-        final = step.final_observation
-        return {name: _replaced(rows, step.done_index, final[name]) for name, rows in step.observation.items()}
-    return _replaced(step.observation, step.done_index, step.final_observation)
-
-
-def _replaced(rows: Any, index: Any, values: Any) -> Any:
-    """Return a copy of an array or a tensor with other rows at `index`."""
-    copied = rows.clone() if isinstance(rows, Tensor) else rows.copy()
-    copied[index] = values
-    return copied
 
 
 class Collection:

@@ -18,7 +18,7 @@ from deft.config.groups import RewardModelConfig
 from deft.config.settings import OfflineRunConfig
 from deft.data.tensors import policy_inputs, to_numpy
 from deft.envs.host import HostVectorEnv
-from deft.envs.layout import Observation
+from deft.envs.layout import Observation, take_rows
 from deft.envs.vector import VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.reward_model import RewardModel
@@ -46,7 +46,7 @@ class RewardModelEnv(HostVectorEnv):
     def step(self, actions: np.ndarray) -> VectorStep:
         """Step every environment, and replace its reward."""
         step = super().step(actions)
-        following = _following(step)
+        following = step.next_observation()
         read = (
             {name: following[name] for name in self.model.encoder.names} if isinstance(following, dict) else following
         )
@@ -63,35 +63,14 @@ class RewardModelEnv(HostVectorEnv):
         return self.env.finished
 
 
-def _following(step: VectorStep) -> Observation:
-    """The true next observations: final ones where an episode ended."""
-    if step.final_observation is None:
-        return step.observation
-    if isinstance(step.observation, dict):
-        assert isinstance(step.final_observation, dict)
-        final = step.final_observation
-        return {name: _with_rows(rows, step.done_index, final[name]) for name, rows in step.observation.items()}
-    return _with_rows(step.observation, step.done_index, step.final_observation)
-
-
-def _with_rows(rows: Any, index: np.ndarray, values: Any) -> Any:
-    copied = rows.copy()
-    copied[index] = values
-    return copied
-
-
 def _ended(step: VectorStep, success: np.ndarray, following: Observation) -> VectorStep:
     """The step with the episodes of successes ended; their final observation is the one that was classified."""
     terminated = step.terminated | success
     done = np.union1d(step.done_index, np.flatnonzero(success)).astype(np.int64)
     if not len(done):
         return step
-    final: Any = {name: rows[done] for name, rows in following.items()} if isinstance(following, dict) else None
     return dataclasses.replace(
-        step,
-        terminated=terminated,
-        done_index=done,
-        final_observation=following[done] if final is None else final,  # type: ignore[index]
+        step, terminated=terminated, done_index=done, final_observation=take_rows(following, done)
     )
 
 

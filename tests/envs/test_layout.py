@@ -4,9 +4,10 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
-from deft.envs.layout import ActionLayout, ObservationLayout, first_not_finite, take_rows
+from deft.envs.layout import ActionLayout, ObservationLayout, first_not_finite, take_rows, with_rows
 from deft.errors import InputError
 from deft.schema import decode_text
 
@@ -139,6 +140,15 @@ def test_taken_rows_are_copies() -> None:
     taken = take_rows({"a": array}, np.array([2, 0]))
     array[:] = -1
     assert taken["a"].tolist() == [[4, 5], [0, 1]]
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_rows_are_replaced_in_a_copy(make) -> None:
+    rows, other = make([[1.0], [2.0], [3.0]]), make([[9.0], [8.0]])
+    for observation, given in ((rows, other), ({"a": rows}, {"a": other})):
+        found = with_rows(observation, make([2, 0]), given)
+        assert (found["a"] if isinstance(found, dict) else found).tolist() == [[8.0], [2.0], [9.0]]
+    assert rows.tolist() == [[1.0], [2.0], [3.0]]
 
 
 def test_box_actions_are_clipped_in_a_new_array() -> None:

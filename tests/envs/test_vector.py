@@ -119,6 +119,8 @@ def test_an_ended_environment_is_reset_in_the_step_and_keeps_its_last_observatio
     assert second.terminated.tolist() == [True, False]
     assert second.done_index.tolist() == [0]
     assert second.final_observation[:, 0].tolist() == [2]
+    assert first.next_observation() is first.observation
+    assert second.next_observation()[:, 0].tolist() == [2, 12]  # the last one of the ended episode
     assert second.observation[:, 0].tolist() == [0, 12]  # environment 0 has begun again
     assert env.restarted == [[0]]
     (episode,) = second.episodes
