@@ -66,6 +66,14 @@ class OfflineAlgorithm(Algorithm):
         self.schedule()
         return self.step(next(batches))
 
+    def _update_all(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
+        """One step on each batch, for algorithms in an environment; the metrics of the last one."""
+        metrics: Metrics = {}
+        for batch in batches:
+            self.schedule()
+            metrics = self.step(batch)
+        return metrics
+
     def step(self, batch: Mapping[Any, Any]) -> Metrics:
         """One gradient step."""
         metrics = self._step(batch)

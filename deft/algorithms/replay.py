@@ -54,11 +54,7 @@ class ReplayLearner(OffPolicy):
 
     def update(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
         """One step on each batch of the replay buffer; none before `learning_starts`."""
-        metrics: Metrics = {}
-        for batch in batches:
-            self.schedule()
-            metrics = self.step(batch)
-        return metrics
+        return self._update_all(batches)
 
     @property
     def _warms_up(self) -> bool:

@@ -39,14 +39,6 @@ class SFT(ActorAlgorithm):
         """The policy that a step trains."""
         return self.policy
 
-    def _update_all(self, batches: Iterator[Mapping[Any, Any]]) -> Metrics:
-        """One step on each of several batches; the metrics of the last one."""
-        metrics: Metrics = {}
-        for batch in batches:
-            self.schedule()
-            metrics = self.step(batch)
-        return metrics
-
     def _step(self, batch: Mapping[Any, Any]) -> Metrics:
         action = self._unit_action(batch)
         observation, mask = augment(batch[schema.OBSERVATION], self.settings.augment), batch.get(schema.STEP_MASK)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from offline_worlds import random_batch, small_actor
 from policies import actor_policy, vla_policy
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,13 +17,14 @@ from vla_worlds import PlainModel
 
 from deft import schema
 from deft.algorithms.cql import CQL
+from deft.algorithms.dagger import DAgger
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
 from deft.algorithms.ppo import PPO
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
-from deft.config.algorithm_settings import GRPOSettings, PPOSettings, SACSettings, SFTSettings
+from deft.config.algorithm_settings import ALGORITHM_SETTINGS, GRPOSettings, PPOSettings, SACSettings, SFTSettings
 from deft.config.settings import DatasetPolicyConfig, PolicyConfig
 from deft.errors import InputError
 from deft.models.actor_critic import ActorCritic
@@ -408,3 +410,27 @@ def test_warm_up_of_critics_leaves_every_action_as_it_is(name):
     with torch.no_grad():
         assert not torch.equal(policy.evaluate_actions(rows)["log_prob"], before)
     assert not torch.equal(next(policy.encoder_parameters()), encoder)
+
+
+@pytest.mark.parametrize("kind", [SAC, DAgger])
+def test_an_update_in_an_environment_takes_all_of_its_batches(kind):
+    """Each with the values of its own progress: an update is as many steps, and none without batches."""
+    batches, found = [random_batch() for _ in range(3)], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(kind(small_actor(3, 2), ALGORITHM_SETTINGS[kind.name]()))
+    together, single = found
+    assert together.update(iter([])) == {}
+    assert together.version == 0
+    for algorithm in found:
+        algorithm.progress = 0.5
+    torch.manual_seed(1)
+    metrics = together.update(iter(batches))
+    torch.manual_seed(1)
+    for batch in batches:
+        single.schedule()
+        last = single.step(batch)
+    assert together.version == single.version == 3
+    assert metrics.keys() == last.keys()
+    assert all(torch.equal(torch.as_tensor(metrics[name]), torch.as_tensor(last[name])) for name in last)
+    assert all(map(torch.equal, together.policy.parameters(), single.policy.parameters()))
