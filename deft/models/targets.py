@@ -1,15 +1,16 @@
-"""Copies of networks that are not trained: references and target networks.
+"""Copies of networks that are not trained: references and target networks, older versions, weights to save.
 
-`frozen_copy` makes one, `soft_update` updates it. Both copy buffers, such as normalisation statistics, exactly.
+`frozen_copy` makes one, `soft_update` updates it. All copy buffers, such as normalisation statistics, exactly.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -31,3 +32,8 @@ def soft_update(target: nn.Module, source: nn.Module, tau: float) -> None:
     buffers = list(target.buffers())
     if buffers:
         torch._foreach_copy_(buffers, list(source.buffers()))
+
+
+def cpu_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the tensors of a `state_dict` to the CPU; none is a view of a larger tensor, which would be saved whole."""
+    return {name: value.detach().cpu().clone() for name, value in weights.items()}

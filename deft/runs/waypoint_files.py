@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from deft.errors import InputError, RunError
+from deft.models.targets import cpu_weights
 from deft.models.waypoint import PPOPolicy, WaypointSFT, WaypointShape
 from deft.ownership import record
 from deft.runs import checkpoint
@@ -27,7 +27,8 @@ CONFIG, TRAIN_METRICS, EVAL_METRICS = "config.json", "train_metrics.json", "eval
 
 def save_sft(model: WaypointSFT, path: Path, about: Mapping[str, Any]) -> None:
     """Write the supervised policy."""
-    _save({"format": SFT_FORMAT, "shape": model.shape.to_dict(), "about": dict(about), "weights": _cpu(model)}, path)
+    weights = cpu_weights(model.state_dict())
+    _save({"format": SFT_FORMAT, "shape": model.shape.to_dict(), "about": dict(about), "weights": weights}, path)
 
 
 def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
@@ -41,7 +42,7 @@ def load_sft(path: str | Path) -> tuple[WaypointSFT, dict[str, Any]]:
 def save_ppo(policy: PPOPolicy, path: Path, config: Mapping[str, Any], iteration: int) -> None:
     """Write PPO's policy, which includes the supervised one."""
     about = {"format": PPO_FORMAT, "shape": policy.sft.shape.to_dict(), "config": dict(config), "iteration": iteration}
-    _save(about | {"weights": _cpu(policy)}, path)
+    _save(about | {"weights": cpu_weights(policy.state_dict())}, path)
 
 
 def load_ppo(path: str | Path) -> tuple[PPOPolicy, dict[str, Any]]:
@@ -57,11 +58,6 @@ def same_sft(policy: PPOPolicy, sft: WaypointSFT) -> bool:
     """Whether a policy's frozen part is bit for bit this supervised policy."""
     frozen, other = policy.sft.state_dict(), sft.state_dict()
     return frozen.keys() == other.keys() and all(torch.equal(frozen[name].cpu(), other[name].cpu()) for name in other)
-
-
-def _cpu(module: torch.nn.Module) -> dict[str, Tensor]:
-    # Cloned: an optimizer makes parameters views of one large tensor, which would be written whole with each.
-    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
 
 
 def _save(content: dict[str, Any], path: Path) -> None:

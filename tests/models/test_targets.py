@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from deft.models.normalization import RunningNormalizer
-from deft.models.targets import frozen_copy, soft_update
+from deft.models.targets import cpu_weights, frozen_copy, soft_update
 
 
 def make_network() -> nn.Sequential:
@@ -39,3 +39,15 @@ def test_with_tau_0_the_statistics_alone_are_copied_and_with_1_all_of_it():
     soft_update(target, network, 1.0)
     for name, value in target.state_dict().items():
         assert torch.equal(value, network.state_dict()[name]), name
+
+
+def test_copied_weights_are_no_views_and_keep_their_values():
+    network = make_network()
+    whole = torch.arange(10.0)
+    network[1].weight.data = whole[2:4].view(1, 2)  # a view of a larger tensor, as an optimizer may make it
+    copied = cpu_weights(network.state_dict())
+    assert copied.keys() == network.state_dict().keys()
+    assert copied["1.weight"].untyped_storage().nbytes() == 2 * 4  # two floats, not ten
+    whole.zero_()
+    assert copied["1.weight"].tolist() == [[2.0, 3.0]]
+    assert not any(value.requires_grad for value in copied.values())

@@ -25,6 +25,7 @@ from deft.models.f1.policy import F1Policy
 from deft.models.flow_chain import Velocity, chain_entropy, chain_log_prob, draw_chain
 from deft.models.normalization import RewardNormalizer
 from deft.models.policy import SAMPLE, SAMPLED_NOISE, Policy
+from deft.models.targets import cpu_weights
 from deft.models.vla.loading import check_fit, read_weights
 
 EXPLORER_FILE = "explorer.pt"  # beside model.pt in a checkpoint: what an F1 policy does not have
@@ -277,7 +278,7 @@ def world_model_weights(f1: F1Policy) -> dict[str, Tensor]:
 
 def explorer_extras(explorer: ExplorerPolicy) -> dict[str, Tensor]:
     """Return the tensors of an explorer that are not in its F1 policy: the content of `explorer.pt`."""
-    return {name: value.detach().cpu().clone() for name, value in explorer.state_dict().items() if name[:3] != "f1."}
+    return cpu_weights({name: value for name, value in explorer.state_dict().items() if name[:3] != "f1."})
 
 
 def load_explorer(folder: Path, model_file: Path, device: str | torch.device = "cpu") -> ExplorerPolicy:

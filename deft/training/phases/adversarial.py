@@ -28,6 +28,7 @@ from deft.errors import InputError, RunError, Stopped
 from deft.evaluation.world_model import coded_batches, mean_loss
 from deft.models.f1.explorer import EXPLORER_FILE, ExplorerPolicy, explorer_extras, load_explorer, new_explorer
 from deft.models.f1.policy import F1Policy
+from deft.models.targets import cpu_weights
 from deft.runs import checkpoint
 from deft.runs.compute import autocast, set_precision
 from deft.runs.directory import MODEL_FILE
@@ -284,8 +285,7 @@ class AdversarialTrainer(WorldModelTrainer):
         super().write_files(folder)
         place = folder / EXPLORER_FOLDER
         place.mkdir()
-        weights = {name: value.detach().cpu().clone() for name, value in self.explorer.f1.state_dict().items()}
-        torch.save(weights, place / checkpoint.MODEL)
+        torch.save(cpu_weights(self.explorer.f1.state_dict()), place / checkpoint.MODEL)
         torch.save(explorer_extras(self.explorer), place / EXPLORER_FILE)
         buffers = {name: store.state_dict() for name, store in self.stores.items()}
         torch.save({**buffers, "unseen": self.random_episodes.num_unseen}, folder / BUFFERS_FILE)

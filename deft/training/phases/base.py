@@ -38,6 +38,7 @@ from deft.models.f1.optimization import (
 )
 from deft.models.f1.policy import F1Policy
 from deft.models.f1.vision import VisionLayer
+from deft.models.targets import cpu_weights
 from deft.runs import checkpoint, sharding
 from deft.runs.compute import Threads, choose_device, choose_precision, thread_counts
 from deft.runs.directory import ELAPSED, MODEL_FILE, directory_opener, place_directory
@@ -406,7 +407,7 @@ class BaseRLTrainer(Loop):
         """The policy's, without adapters, which are files of their own."""
         if self.is_sharded:
             return sharding.full_weights(self.policy)
-        return {name: value.detach().cpu().clone() for name, value in base_state_dict(self.policy).items()}
+        return cpu_weights(base_state_dict(self.policy))
 
     def state_dict(self, after_failure: bool = False) -> dict[str, Any]:
         """Return optimizer, counters, a round that is not finished, and the state of the phase."""

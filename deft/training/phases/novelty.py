@@ -24,7 +24,7 @@ from deft.data.episodes import EpisodeBatch
 from deft.evaluation.world_model import HORIZON
 from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.policy import F1Policy
-from deft.models.targets import frozen_copy
+from deft.models.targets import cpu_weights, frozen_copy
 from deft.runs.processes import Processes
 from deft.training.phases.explorer_rollouts import MEASURED_TOGETHER, Collected, Measures
 
@@ -115,7 +115,7 @@ class Novelty:
         if rewards.disagreement_weight or rewards.learning_progress_weight:
             self.ensemble = Ensemble(world_model, rewards.ensemble_members, processes)
         if self.ensemble is not None and rewards.learning_progress_weight:
-            self.older, self._waiting = frozen_copy(self.ensemble.model), _weights(self.ensemble.model)
+            self.older, self._waiting = frozen_copy(self.ensemble.model), cpu_weights(self.ensemble.model.state_dict())
         self.baseline = MotionBaseline(processes) if rewards.excess_error_weight else None
 
     @property
@@ -145,14 +145,14 @@ class Novelty:
         self._rollouts += 1
         if self.older is not None and self._rollouts % self.rewards.ensemble_lag == 0:
             self.older.load_state_dict(self._waiting)
-            self._waiting = _weights(self.ensemble.model)
+            self._waiting = cpu_weights(self.ensemble.model.state_dict())
         return {"train/ensemble_loss": losses[-1]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return ensemble, older ensemble, baseline and counter."""
         return {
             "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
-            "older": None if self.older is None else _weights(self.older),
+            "older": None if self.older is None else cpu_weights(self.older.state_dict()),
             "waiting": self._waiting,
             "baseline": None if self.baseline is None else self.baseline.sums,
             "rollouts": self._rollouts,
@@ -179,8 +179,3 @@ def _by_step(batch: EpisodeBatch, function: Callable[[dict[str, Tensor]], Tensor
         values = torch.cat([part.all_rows(function(steps), rows) for _, steps, rows in part.chunks(HORIZON)])
         found.append(functional.pad(values, (0, 0, 0, batch.longest - len(values))))
     return torch.cat(found, 1)
-
-
-def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy on the CPU."""
-    return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}

@@ -16,7 +16,7 @@ from deft.data.episodes import EpisodeBatch
 from deft.errors import RunError
 from deft.models.f1.policy import F1Policy
 from deft.models.normalization import RunningNormalizer
-from deft.models.targets import frozen_copy
+from deft.models.targets import cpu_weights, frozen_copy
 from deft.training.phases.explorer_rollouts import Collected, Measures, measure
 from deft.training.phases.novelty import Ensemble
 
@@ -125,7 +125,7 @@ class GameReward:
         self.ensemble: Ensemble | None = None
         if settings.reward == "progress":
             self.older = frozen_copy(world_model).eval()
-            self._waiting = _weights(world_model)
+            self._waiting = cpu_weights(world_model.state_dict())
         elif settings.reward == "disagreement":
             self.ensemble = Ensemble(world_model, settings.ensemble_size)
 
@@ -172,13 +172,13 @@ class GameReward:
         """Every `progress_lag` iterations the older world model is replaced by the one of that many before."""
         if self.older is not None and iteration % self.settings.progress_lag == 0:
             self.older.load_state_dict(self._waiting)
-            self._waiting = _weights(world_model)
+            self._waiting = cpu_weights(world_model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, older weights, ensemble."""
         return {
             "scale": self.scale.state_dict(),
-            "older": None if self.older is None else _weights(self.older),
+            "older": None if self.older is None else cpu_weights(self.older.state_dict()),
             "waiting": self._waiting,
             **({"ensemble": None, "optimizer": None} if self.ensemble is None else self.ensemble.state_dict()),
         }
@@ -193,11 +193,6 @@ class GameReward:
             self._waiting = state["waiting"]
         if self.ensemble is not None:
             self.ensemble.load_state_dict(state)
-
-
-def _weights(policy: F1Policy) -> dict[str, Tensor]:
-    """A copy on the CPU."""
-    return {name: value.detach().cpu().clone() for name, value in policy.state_dict().items()}
 
 
 class Collapse(RunError):
