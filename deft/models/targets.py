@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,3 +37,30 @@ def soft_update(target: nn.Module, source: nn.Module, tau: float) -> None:
 def cpu_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copy the tensors of a `state_dict` to the CPU; none is a view of a larger tensor, which would be saved whole."""
     return {name: value.detach().cpu().clone() for name, value in weights.items()}
+
+
+class OlderCopy(Generic[Network]):
+    """A copy of a network as it was `lag` to twice as many iterations ago."""
+
+    def __init__(self, network: Network, lag: int) -> None:
+        self.network, self.lag = frozen_copy(network).eval(), lag
+        self._waiting = cpu_weights(network.state_dict())  # the weights that will be the older ones next
+
+    def update(self, network: Network, iteration: int) -> None:
+        """Every `lag` iterations: use the weights of so many iterations before, and keep those of `network`."""
+        if iteration % self.lag == 0:
+            self.network.load_state_dict(self._waiting)
+            self._waiting = cpu_weights(network.state_dict())
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return the older weights, and those that follow them."""
+        return {"older": cpu_weights(self.network.state_dict()), "waiting": self._waiting}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`; further keys are ignored."""
+        self.network.load_state_dict(state["older"])
+        self._waiting = state["waiting"]
+
+
+NO_OLDER_COPY: dict[str, Any] = {"older": None, "waiting": {}}
+"""The `state_dict` of an `OlderCopy` that does not exist."""

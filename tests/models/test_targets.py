@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from deft.models.normalization import RunningNormalizer
-from deft.models.targets import cpu_weights, frozen_copy, soft_update
+from deft.models.targets import OlderCopy, cpu_weights, frozen_copy, soft_update
 
 
 def make_network() -> nn.Sequential:
@@ -51,3 +51,22 @@ def test_copied_weights_are_no_views_and_keep_their_values():
     whole.zero_()
     assert copied["1.weight"].tolist() == [[2.0, 3.0]]
     assert not any(value.requires_grad for value in copied.values())
+
+
+def test_an_older_copy_is_one_to_two_lags_old_and_is_restored():
+    network = make_network()
+    first = float(network[1].weight.detach().flatten()[0])
+    older = OlderCopy(network, lag=2)
+    seen = []
+    for iteration in range(1, 7):
+        with torch.no_grad():
+            network[1].weight.fill_(float(iteration))
+        older.update(network, iteration)
+        seen.append(float(older.network[1].weight.flatten()[0]))
+    # After 2, 4 and 6 iterations come the weights that were kept two iterations before: those of 0, 2 and 4.
+    assert seen == [first, first, first, 2.0, 2.0, 4.0]
+    restored = OlderCopy(make_network(), lag=2)
+    restored.load_state_dict({**older.state_dict(), "something": "else"})
+    assert torch.equal(restored.network[1].weight, older.network[1].weight)
+    restored.update(network, 8)
+    assert float(restored.network[1].weight.flatten()[0]) == 6.0

@@ -24,7 +24,7 @@ from deft.data.episodes import EpisodeBatch
 from deft.evaluation.world_model import HORIZON
 from deft.models.f1.disagreement import Disagreement
 from deft.models.f1.policy import F1Policy
-from deft.models.targets import cpu_weights, frozen_copy
+from deft.models.targets import NO_OLDER_COPY, OlderCopy
 from deft.runs.processes import Processes
 from deft.training.phases.explorer_rollouts import MEASURED_TOGETHER, Collected, Measures
 
@@ -109,13 +109,12 @@ class Novelty:
     def __init__(self, rewards: StudentRewards, world_model: F1Policy, processes: Processes | None = None) -> None:
         self.rewards = rewards
         self.ensemble: Ensemble | None = None
-        self.older: Disagreement | None = None  # the ensemble as it was `ensemble_lag` to twice as many rollouts ago
-        self._waiting: dict[str, Tensor] = {}  # the weights that will be the older ones next
+        self.older: OlderCopy[Disagreement] | None = None
         self._rollouts = 0
         if rewards.disagreement_weight or rewards.learning_progress_weight:
             self.ensemble = Ensemble(world_model, rewards.ensemble_members, processes)
         if self.ensemble is not None and rewards.learning_progress_weight:
-            self.older, self._waiting = frozen_copy(self.ensemble.model), cpu_weights(self.ensemble.model.state_dict())
+            self.older = OlderCopy(self.ensemble.model, rewards.ensemble_lag)
         self.baseline = MotionBaseline(processes) if rewards.excess_error_weight else None
 
     @property
@@ -130,7 +129,7 @@ class Novelty:
         if self.ensemble is not None and self.rewards.disagreement_weight:
             terms["disagreement"] = found.spread(self.ensemble.disagreement(batch)).to(measures.error)
         if self.ensemble is not None and self.older is not None:
-            older, model = self.older, self.ensemble.model
+            older, model = self.older.network, self.ensemble.model
             progress = _by_step(batch, lambda steps: older.errors(steps) - model.errors(steps))
             terms["learning_progress"] = found.spread(progress).to(measures.error)
         if self.baseline is not None:
@@ -143,17 +142,15 @@ class Novelty:
             return {}
         losses = [self.ensemble.learn(batch) for _ in range(self.rewards.ensemble_epochs)]
         self._rollouts += 1
-        if self.older is not None and self._rollouts % self.rewards.ensemble_lag == 0:
-            self.older.load_state_dict(self._waiting)
-            self._waiting = cpu_weights(self.ensemble.model.state_dict())
+        if self.older is not None:
+            self.older.update(self.ensemble.model, self._rollouts)
         return {"train/ensemble_loss": losses[-1]}
 
     def state_dict(self) -> dict[str, Any]:
         """Return ensemble, older ensemble, baseline and counter."""
         return {
             "ensemble": None if self.ensemble is None else self.ensemble.state_dict(),
-            "older": None if self.older is None else cpu_weights(self.older.state_dict()),
-            "waiting": self._waiting,
+            **(NO_OLDER_COPY if self.older is None else self.older.state_dict()),
             "baseline": None if self.baseline is None else self.baseline.sums,
             "rollouts": self._rollouts,
         }
@@ -166,8 +163,7 @@ class Novelty:
             self.ensemble.load_state_dict(state["ensemble"])
             self._rollouts = state["rollouts"]
         if self.older is not None and state["older"] is not None:
-            self.older.load_state_dict(state["older"])
-            self._waiting = state["waiting"]
+            self.older.load_state_dict(state)
         if self.baseline is not None:
             self.baseline.sums = state["baseline"]
 

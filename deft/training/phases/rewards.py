@@ -16,7 +16,7 @@ from deft.data.episodes import EpisodeBatch
 from deft.errors import RunError
 from deft.models.f1.policy import F1Policy
 from deft.models.normalization import RunningNormalizer
-from deft.models.targets import cpu_weights, frozen_copy
+from deft.models.targets import NO_OLDER_COPY, OlderCopy
 from deft.training.phases.explorer_rollouts import Collected, Measures, measure
 from deft.training.phases.novelty import Ensemble
 
@@ -120,18 +120,16 @@ class GameReward:
     ) -> None:
         self.settings, self._merge = settings, merge
         self.scale = RunningNormalizer(())
-        self.older: F1Policy | None = None
-        self._waiting: dict[str, Tensor] = {}  # the weights that will be the older ones next
+        self.older: OlderCopy[F1Policy] | None = None
         self.ensemble: Ensemble | None = None
         if settings.reward == "progress":
-            self.older = frozen_copy(world_model).eval()
-            self._waiting = cpu_weights(world_model.state_dict())
+            self.older = OlderCopy(world_model, settings.progress_lag)
         elif settings.reward == "disagreement":
             self.ensemble = Ensemble(world_model, settings.ensemble_size)
 
     def raw(self, world_model: F1Policy, found: Collected) -> tuple[Tensor, Measures, dict[str, Tensor]]:
         """The reward [T, N] before the floor and the scale, the world model's measures, and what else it is made of."""
-        older = None if self.older is None else measure(self.older, found)
+        older = None if self.older is None else measure(self.older.network, found)
         measures = measure(world_model, found)  # last: the explorer's memory learns from the present world model's
         if older is not None:
             others = {"older_wm_error": older.error, "older_wm_uncertainty": older.uncertainty}
@@ -170,16 +168,14 @@ class GameReward:
 
     def end_iteration(self, world_model: F1Policy, iteration: int) -> None:
         """Every `progress_lag` iterations the older world model is replaced by the one of that many before."""
-        if self.older is not None and iteration % self.settings.progress_lag == 0:
-            self.older.load_state_dict(self._waiting)
-            self._waiting = cpu_weights(world_model.state_dict())
+        if self.older is not None:
+            self.older.update(world_model, iteration)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale, older weights, ensemble."""
         return {
             "scale": self.scale.state_dict(),
-            "older": None if self.older is None else cpu_weights(self.older.state_dict()),
-            "waiting": self._waiting,
+            **(NO_OLDER_COPY if self.older is None else self.older.state_dict()),
             **({"ensemble": None, "optimizer": None} if self.ensemble is None else self.ensemble.state_dict()),
         }
 
@@ -189,8 +185,7 @@ class GameReward:
             return
         self.scale.load_state_dict(state["scale"])
         if self.older is not None:
-            self.older.load_state_dict(state["older"])
-            self._waiting = state["waiting"]
+            self.older.load_state_dict(state)
         if self.ensemble is not None:
             self.ensemble.load_state_dict(state)
 

@@ -75,7 +75,7 @@ def test_noise_pays_neither_progress_nor_disagreement_for_long(teacher):
         novelty.learn(patches(8, 8, True, number, teacher))
     unseen = patches(8, 64, True, 99, teacher)
     (_, steps, _), *_ = unseen.chunks(8)
-    older, now = (float(model.errors(steps).mean()) for model in (novelty.older, novelty.ensemble.model))
+    older, now = (float(model.errors(steps).mean()) for model in (novelty.older.network, novelty.ensemble.model))
     assert abs(older - now) < 0.1 * now
     assert novelty.ensemble.disagreement(unseen).mean() < 0.3 * 0.41
 
@@ -131,4 +131,5 @@ def test_resuming_equals_going_on(tmp_path, teacher):
     for one, other in ((once.explorer, twice.explorer), (once.novelty.ensemble.model, twice.novelty.ensemble.model)):
         assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
     assert torch.equal(once.novelty.baseline.sums, twice.novelty.baseline.sums)
-    assert all(torch.equal(value, twice.novelty._waiting[name]) for name, value in once.novelty._waiting.items())
+    one, other = (trainer.novelty.older.state_dict() for trainer in (once, twice))
+    assert all(torch.equal(value, other[part][name]) for part in one for name, value in one[part].items())

@@ -109,7 +109,7 @@ def test_the_reward_of_a_step_depends_on_its_action_and_on_what_it_led_to(collec
     reward = GameReward(settings(reward=kind), policy)
     if reward.older is not None:  # an older world model that differs
         with torch.no_grad():
-            for parameter in reward.older.model.world_model.parameters():
+            for parameter in reward.older.network.model.world_model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     plain, *_ = reward.raw(policy, found)
     other = copy.copy(found)
@@ -152,10 +152,10 @@ def test_progress_is_the_smaller_fall_of_error_and_uncertainty(collected):
     policy, found = collected
     reward = GameReward(settings(reward="progress"), policy)
     with torch.no_grad():
-        for parameter in reward.older.model.world_model.parameters():
+        for parameter in reward.older.network.model.world_model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     raw, now, _ = reward.raw(policy, found)
-    older = measure(reward.older, found)
+    older = measure(reward.older.network, found)
     assert torch.equal(raw, torch.minimum(older.error - now.error, older.uncertainty - now.uncertainty))
     assert raw.any()
 
@@ -166,7 +166,7 @@ def test_to_learn_that_something_cannot_be_predicted_does_not_pay(collected):
     reward = GameReward(settings(reward="progress"), policy)
     torch.manual_seed(0)
     with torch.no_grad():
-        output = reward.older.model.world_model.output
+        output = reward.older.network.model.world_model.output
         output.weight.normal_(std=1.0)  # sure of codes that have nothing to do with what comes
     raw, now, others = reward.raw(policy, found)
     assert float((others["older_wm_error"] - now.error).mean()) > 0.5
@@ -184,7 +184,7 @@ def test_the_older_world_model_is_so_many_iterations_old(collected):
         with torch.no_grad():
             parameter.fill_(float(iteration))
         reward.end_iteration(policy, iteration)
-        seen.append(float(next(reward.older.model.world_model.parameters()).flatten()[0]))
+        seen.append(float(next(reward.older.network.model.world_model.parameters()).flatten()[0]))
     # Replaced after 2, 4 and 6 iterations by the weights that waited since 2 iterations before.
     assert seen[2:] == [seen[1], 2.0, 2.0, 4.0]
 
