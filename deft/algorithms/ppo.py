@@ -21,8 +21,10 @@ from deft.algorithms import optimization
 from deft.algorithms.action_critic import ActionCritic
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
+from deft.algorithms.experience import Rollouts
 from deft.algorithms.policy_gradient import OLD_LOG_PROB, Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import generalized_advantage, returns_so_far
+from deft.algorithms.value_history import ValueHistory
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
 from deft.models.policy import Policy
@@ -51,11 +53,20 @@ class PPO(PolicyGradient):
         self.action_critic = (
             ActionCritic(policy, seed, self._captured is not None) if self.settings.action_critic_coef else None
         )
+        self.value_history = None
+        if self.settings.value_updates:
+            given = self.settings.value_updates, self.settings.gae_lambda, seed
+            self.value_history = ValueHistory(policy, *given, captures=self._captured is not None)
         policy.reparameterizes = self.action_critic is not None
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
         self._evaluate = torch.compile(policy.evaluate_actions) if self.settings.compile else policy.evaluate_actions
+
+    @property
+    def experience(self) -> Rollouts:
+        """Rollouts, which `value_updates` joins in time."""
+        return Rollouts(consecutive=self.value_history is not None)
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """One rollout [T, N], several epochs of minibatches."""
@@ -95,6 +106,8 @@ class PPO(PolicyGradient):
         if self.version == self.settings.value_warmup > 0:
             optimization.restart(self.optimizer)
         epochs = Epochs(self._with_advantages(rollout))
+        if self.value_history is not None:
+            epochs.kept["value_history_loss"] = self.value_history.loss
         if self.action_critic is not None:
             assert epochs.data is not None
             self.action_critic.processes = self.processes
@@ -108,6 +121,7 @@ class PPO(PolicyGradient):
         return super().state_dict() | {
             "running_return": None if carried is None else carried.cpu(),
             "action_critic": own,
+            "value_history": None if self.value_history is None else self.value_history.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,6 +132,10 @@ class PPO(PolicyGradient):
         check_resumed("action_critic_coef", critic, saved)
         if saved is not None and critic is not None:
             critic.load_state_dict(saved)
+        saved, history = state.get("value_history"), self.value_history
+        check_resumed("value_updates", history, saved)
+        if saved is not None and history is not None:
+            history.load_state_dict(saved)
 
     @property
     def _compiles(self) -> bool:
@@ -143,25 +161,35 @@ class PPO(PolicyGradient):
 
     # -- before the epochs ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _with_advantages(self, rollout: TensorDictBase) -> TensorDict:
         """The rollout with `advantage` and `value_target`."""
-        reward = rollout[schema.NEXT_REWARD].float()
-        value = rollout[schema.VALUE].float()
-        terminated, truncated = rollout[schema.NEXT_TERMINATED], rollout[schema.NEXT_TRUNCATED]
-        done = terminated | truncated
-        discount: Tensor | float = self.settings.gamma
-        if schema.NEXT_NUM_STEPS in rollout.keys(True):
-            discount = self.settings.gamma ** rollout[schema.NEXT_NUM_STEPS]
-        reward = self._normalize_reward(reward, done, discount)
-        next_value = self._next_value(rollout, value, done)
-        advantage = generalized_advantage(
-            reward, value, next_value, terminated, done, discount, self.settings.gae_lambda
-        )
+        steps, value = self._steps(rollout), rollout[schema.VALUE].float()
+        if self.value_history is None:
+            advantage = generalized_advantage(value=value, gae_lambda=self.settings.gae_lambda, **steps)
+        else:
+            self.value_history.processes = self.processes
+            advantage, value = self.value_history.learn(rollout, steps)
         result = TensorDict(dict(rollout.items()), batch_size=rollout.batch_size)
         result[schema.ADVANTAGE] = advantage
         result[schema.VALUE_TARGET] = advantage + value
         return result
+
+    @torch.no_grad()
+    def _steps(self, rollout: TensorDictBase) -> dict[str, Tensor]:
+        """What advantages are made of beside V: reward, next value, discount, and which steps ended, [T, N] each."""
+        reward = rollout[schema.NEXT_REWARD].float()
+        terminated, truncated = rollout[schema.NEXT_TERMINATED], rollout[schema.NEXT_TRUNCATED]
+        done = terminated | truncated
+        discount = torch.full_like(reward, self.settings.gamma)
+        if schema.NEXT_NUM_STEPS in rollout.keys(True):
+            discount = self.settings.gamma ** rollout[schema.NEXT_NUM_STEPS]
+        return {
+            "reward": self._normalize_reward(reward, done, discount),
+            "next_value": self._next_value(rollout, rollout[schema.VALUE].float(), done),
+            "terminated": terminated,
+            "done": done,
+            "discount": discount,
+        }
 
     def _next_value(self, rollout: TensorDictBase, value: Tensor, done: Tensor) -> Tensor:
         """V(s_{t+1}): the next row's value, and the stored bootstrap where no row follows (truncation, last step)."""

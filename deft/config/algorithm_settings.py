@@ -75,6 +75,8 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """Largest importance weight of a transition collected by an older policy (VLA mode)."""
     action_critic_coef: NonNegative = 0.0
     """Weight of the gradient of a critic of actions that reads the streams of `critic_observation`; 0: none."""
+    value_updates: NonNegativeInt = 0
+    """Further gradient steps of the value of `critic_observation` for each rollout, on the last rollouts; 0: none."""
     denoising_discount: Fraction = 1.0
     """With `ratio token`: discount of the advantage for each denoising step before the last one (DPPO)."""
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from deft.algorithms.algorithm import Algorithm
-from deft.algorithms.experience import DatasetBatches, Groups, Labels, Replay
+from deft.algorithms.experience import DatasetBatches, Groups, Labels, Replay, Rollouts
 from deft.config.settings import TrainerConfig
 from deft.data.rollout import RolloutBuffer, VLABuffer
 from deft.envs.host import on_host
@@ -51,6 +51,12 @@ def make_collection(
         raise InputError(f"buffer_type: {algorithm.name} collects and learns in turns; use 'standard'")
     if in_background and isinstance(env, ClusterEnv):
         raise InputError("buffer_type: 'vla' collects in a thread here; with collectors ray use 'standard'")
+    is_asynchronous = in_background or (isinstance(env, ClusterEnv) and settings.max_staleness > 0)
+    if is_asynchronous and isinstance(experience, Rollouts) and experience.consecutive:
+        raise InputError(
+            f"value_updates: {algorithm.name} joins rollouts in time, and those of asynchronous collection may be left "
+            "out or come in another order; use buffer_type 'standard' and max_staleness 0, or value_updates 0"
+        )
     # Steps stay on the environments' device where the policy is there too; a background collector's ring is in main
     # memory.
     if in_background or env.device != next(policy.parameters()).device:

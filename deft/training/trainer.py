@@ -46,7 +46,8 @@ from deft.training.policy_loop import PolicyLoop
 from deft.training.takeover import Takeover, action_names
 
 log = logging.getLogger(__name__)
-OWN_STATE = ("generator", "running_return")  # of an algorithm's state, what each process has for itself
+# Of an algorithm's state, what each process has for itself: its random numbers, and what it keeps of its rollouts.
+OWN_STATE = ("generator", "running_return", "action_critic", "value_history")
 SHORT_CHUNKS = 8  # memory is reserved for one more chunk in so many
 # The settings of `env` that define what the environments are.
 ENV_SETTINGS = ("id", "kwargs", "max_episode_steps", "reward_weights", "rename_streams")
