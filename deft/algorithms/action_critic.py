@@ -16,8 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
-from deft.algorithms import optimization
-from deft.algorithms.captured_step import CapturedStep
+from deft.algorithms.privileged_training import PrivilegedTraining
 from deft.errors import InputError
 from deft.models.mlp import BatchedMLP
 from deft.models.policy import Policy
@@ -32,7 +31,7 @@ COLUMNS = "features", "unit", "advantage"  # of a transition: of the critic [n, 
 LARGEST_ADVANTAGE = 5.0  # in standard deviations; larger ones are clipped
 
 
-class ActionCritic:
+class ActionCritic(PrivilegedTraining):
     """A = mean_i f_i(s, a), trained by the mean of (f_i(s, a) − Â)² over the last rollouts.
 
     Â = (GAE − mean) / deviation, of the rollout that a transition belongs to.
@@ -50,17 +49,12 @@ class ActionCritic:
             )
         self.policy: Any = policy
         self.encoder = policy.critic.encoder
-        self.device = next(policy.parameters()).device
-        self.generator = torch.Generator().manual_seed(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inputs = self.encoder.dim + policy.center.numel()
-            self.networks = BatchedMLP(NUM_NETWORKS, inputs, HIDDEN_SIZES, 1, layer_norm=True).to(self.device)
-        self._captured = CapturedStep(self._step) if captures else None
-        self.optimizer = optimization.make_optimizer(self.networks.parameters(), LEARNING_RATE, capturable=captures)
-        self.rollouts: list[tuple[Tensor, ...]] = []
-        """Of each of the last rollouts: the `COLUMNS`."""
-        self.processes: optimization.SharedTraining | None = None
+            self.networks = BatchedMLP(NUM_NETWORKS, inputs, HIDDEN_SIZES, 1, layer_norm=True)
+        self.networks.to(next(policy.parameters()).device)
+        super().__init__(self.networks, LEARNING_RATE, seed, captures)
 
     def improvement(self, observation: Any, scored: dict[str, Tensor]) -> Tensor:
         """What the policy is to increase, [B], in standard deviations of the advantage; scored by `evaluate_actions`.
@@ -96,36 +90,27 @@ class ActionCritic:
             correlation = torch.corrcoef(torch.stack([before, advantage]))[0, 1].nan_to_num()
         self.rollouts = [*self.rollouts, (features, unit, advantage)][-NUM_ROLLOUTS:]
         columns = [torch.cat(parts) for parts in zip(*self.rollouts, strict=True)]
-        count = len(columns[0])
-        transitions = TensorDict(dict(zip(COLUMNS, columns, strict=True)), batch_size=[count])
-        chosen = torch.randint(count, (NUM_UPDATES, min(BATCH_SIZE, count)), generator=self.generator).to(self.device)
-        step = self._step if self._captured is None or self.processes is not None else self._captured
-        losses = [step(transitions[batch])["loss"] for batch in chosen]
-        return {"action_critic_loss": torch.stack(losses).mean(), "action_critic_correlation": correlation}
+        transitions = TensorDict(dict(zip(COLUMNS, columns, strict=True)), batch_size=[len(columns[0])])
+        loss = self._train(transitions, NUM_UPDATES, BATCH_SIZE)
+        return {"action_critic_loss": loss, "action_critic_correlation": correlation}
 
     def _outputs(self, features: Tensor, unit: Tensor, frozen: bool) -> Tensor:
         """f_i, [networks, B]."""
         return self.networks(torch.cat([features, unit], 1).unsqueeze(0), frozen=frozen).squeeze(-1)
 
-    def _step(self, batch: TensorDictBase) -> dict[str, Tensor]:
+    def _loss(self, batch: TensorDictBase) -> Tensor:
         features, unit, advantage = (batch[name] for name in COLUMNS)
-        loss = (self._outputs(features, unit, frozen=False) - advantage).square().mean()
-        optimization.backward(loss, self.optimizer)
-        optimization.apply_gradients(self.optimizer, processes=self.processes)
-        return {"loss": loss.detach()}
+        return (self._outputs(features, unit, frozen=False) - advantage).square().mean()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to continue bit for bit, with the last rollouts."""
-        return {
+        return super().state_dict() | {
             "networks": {name: value.cpu() for name, value in self.networks.state_dict().items()},
-            "optimizer": optimization.optimizer_state(self.optimizer),
-            "generator": self.generator.get_state(),
             "rollouts": [[column.cpu() for column in columns] for columns in self.rollouts],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
+        super().load_state_dict(state)
         self.networks.load_state_dict(state["networks"])
-        optimization.load_optimizer_state(self.optimizer, state["optimizer"])
-        self.generator.set_state(state["generator"])
         self.rollouts = [tuple(column.to(self.device) for column in columns) for columns in state["rollouts"]]

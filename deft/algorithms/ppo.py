@@ -23,7 +23,7 @@ from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.experience import Rollouts
 from deft.algorithms.policy_gradient import OLD_LOG_PROB, Epochs, PolicyGradient, approximate_kl, cut_sequences
-from deft.algorithms.returns import generalized_advantage, returns_so_far
+from deft.algorithms.returns import generalized_advantage, next_values, returns_so_far
 from deft.algorithms.value_history import ValueHistory
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
@@ -128,14 +128,14 @@ class PPO(PolicyGradient):
         """Load what `state_dict` returned."""
         super().load_state_dict(state)
         self.running_return = state["running_return"]
-        saved, critic = state.get("action_critic"), self.action_critic
-        check_resumed("action_critic_coef", critic, saved)
-        if saved is not None and critic is not None:
-            critic.load_state_dict(saved)
-        saved, history = state.get("value_history"), self.value_history
-        check_resumed("value_updates", history, saved)
-        if saved is not None and history is not None:
-            history.load_state_dict(saved)
+        for setting, name, part in (
+            ("action_critic_coef", "action_critic", self.action_critic),
+            ("value_updates", "value_history", self.value_history),
+        ):
+            saved = state.get(name)
+            check_resumed(setting, part, saved)
+            if saved is not None and part is not None:
+                part.load_state_dict(saved)
 
     @property
     def _compiles(self) -> bool:
@@ -194,9 +194,7 @@ class PPO(PolicyGradient):
     def _next_value(self, rollout: TensorDictBase, value: Tensor, done: Tensor) -> Tensor:
         """V(s_{t+1}): the next row's value, and the stored bootstrap where no row follows (truncation, last step)."""
         if schema.NEXT_VALUE in rollout.keys(True):
-            bootstrap = rollout[schema.NEXT_VALUE].float()
-            following = torch.cat([value[1:], bootstrap[-1:]])
-            return torch.where(done, bootstrap, following)
+            return next_values(value, rollout[schema.NEXT_VALUE].float(), done)
         following_td = rollout[schema.NEXT].flatten(0, 1).to(self.device)
         return self.policy.get_value(following_td).float().to(value.device).reshape(value.shape)
 

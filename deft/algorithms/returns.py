@@ -20,6 +20,11 @@ def discounted_sum(x: Tensor, factor: Tensor) -> Tensor:
     return total
 
 
+def next_values(value: Tensor, bootstrap: Tensor, done: Tensor) -> Tensor:
+    """V(s_{t+1}), [T, N]: the next row's value, and the bootstrap where no row follows (an end, the last step)."""
+    return torch.where(done, bootstrap, torch.cat([value[1:], bootstrap[-1:]]))
+
+
 def generalized_advantage(
     reward: Tensor,
     value: Tensor,

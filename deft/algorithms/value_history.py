@@ -15,9 +15,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
-from deft.algorithms import optimization
-from deft.algorithms.captured_step import CapturedStep
-from deft.algorithms.returns import generalized_advantage
+from deft.algorithms.privileged_training import PrivilegedTraining
+from deft.algorithms.returns import generalized_advantage, next_values
 from deft.errors import InputError
 from deft.models.policy import Policy
 
@@ -26,7 +25,7 @@ LEARNING_RATE = 5e-4
 BATCH_SIZE = 4096
 
 
-class ValueHistory:
+class ValueHistory(PrivilegedTraining):
     """`num_updates` gradient steps on ½(V(s) − R)² for each rollout; R by GAE(λ) over the last ones, with the V of now.
 
     Truncated steps keep the value of their final observation as it was found when they were collected.
@@ -40,13 +39,8 @@ class ValueHistory:
             )
         self.critic = policy.critic
         self.num_updates, self.gae_lambda = num_updates, gae_lambda
-        self.device = next(policy.parameters()).device
-        self.generator = torch.Generator().manual_seed(seed)
-        self._captured = CapturedStep(self._step) if captures else None
-        self.optimizer = optimization.make_optimizer(self.critic.parameters(), LEARNING_RATE, capturable=captures)
         self.loss = torch.zeros(())
-        self.rollouts: list[TensorDictBase] = []
-        self.processes: optimization.SharedTraining | None = None
+        super().__init__(self.critic, LEARNING_RATE, seed, captures)
 
     def learn(self, rollout: TensorDictBase, steps: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Add a rollout [T, N] and train; its advantages and values by the new V, [T, N].
@@ -59,10 +53,7 @@ class ValueHistory:
         joined: TensorDictBase = torch.cat(self.rollouts)
         advantage, value = self._advantages(joined)
         rows = joined.select(schema.OBSERVATION).set(schema.VALUE_TARGET, advantage + value).flatten(0, 1)
-        chosen = torch.randint(len(rows), (self.num_updates, min(BATCH_SIZE, len(rows))), generator=self.generator)
-        step = self._step if self._captured is None or self.processes is not None else self._captured
-        losses = [step(rows[batch])["loss"] for batch in chosen.to(self.device)]
-        self.loss = torch.stack(losses).mean()
+        self.loss = self._train(rows, self.num_updates, BATCH_SIZE)
         advantage, value = self._advantages(joined)
         newest = slice(-rollout.batch_size[0], None)
         where = rollout[schema.NEXT_REWARD].device
@@ -73,26 +64,17 @@ class ValueHistory:
         """GAE(λ) and V of all steps in memory, [T, N]."""
         value = self.critic(joined[schema.OBSERVATION])
         steps = {name: joined[name] for name in ("reward", "next_value", "discount", "terminated", "done")}
-        following = torch.cat([value[1:], steps["next_value"][-1:]])
-        steps["next_value"] = torch.where(steps["done"], steps["next_value"], following)
+        steps["next_value"] = next_values(value, steps["next_value"], steps["done"])
         return generalized_advantage(value=value, gae_lambda=self.gae_lambda, **steps), value
 
-    def _step(self, batch: TensorDictBase) -> dict[str, Tensor]:
-        loss = 0.5 * (self.critic(batch[schema.OBSERVATION]) - batch[schema.VALUE_TARGET]).square().mean()
-        optimization.backward(loss, self.optimizer)
-        optimization.apply_gradients(self.optimizer, processes=self.processes)
-        return {"loss": loss.detach()}
+    def _loss(self, batch: TensorDictBase) -> Tensor:
+        return 0.5 * (self.critic(batch[schema.OBSERVATION]) - batch[schema.VALUE_TARGET]).square().mean()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to continue bit for bit, with the last rollouts."""
-        return {
-            "optimizer": optimization.optimizer_state(self.optimizer),
-            "generator": self.generator.get_state(),
-            "rollouts": [rollout.cpu().to_dict() for rollout in self.rollouts],
-        }
+        return super().state_dict() | {"rollouts": [rollout.cpu().to_dict() for rollout in self.rollouts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        optimization.load_optimizer_state(self.optimizer, state["optimizer"])
-        self.generator.set_state(state["generator"])
+        super().load_state_dict(state)
         self.rollouts = [TensorDict(saved, saved["reward"].shape).to(self.device) for saved in state["rollouts"]]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from deft.algorithms.returns import discounted_sum, generalized_advantage, returns_so_far
+from deft.algorithms.returns import discounted_sum, generalized_advantage, next_values, returns_so_far
 
 
 def test_three_steps_by_hand():
@@ -51,3 +51,10 @@ def test_returns_so_far_run_forwards_and_restart_with_an_episode():
     returns, carried = returns_so_far(torch.ones(3, 1), done, 0.5, torch.tensor([4.0]))
     torch.testing.assert_close(returns, torch.tensor([[5.0], [1.0], [1.5]]))
     torch.testing.assert_close(carried, torch.tensor([0.75]))
+
+
+def test_next_values_are_those_of_the_next_rows_within_an_episode() -> None:
+    value, bootstrap = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[7.0], [8.0], [9.0]])
+    done = torch.tensor([[False], [True], [False]])
+    # row 0: V of row 1; row 1 ends, and row 2 is the last: their bootstraps
+    torch.testing.assert_close(next_values(value, bootstrap, done), torch.tensor([[2.0], [8.0], [9.0]]))
