@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -21,6 +22,7 @@ from deft.models.normalization import has_seen_data
 from deft.models.policy import Policy
 from deft.models.targets import soft_update
 
+log = logging.getLogger(__name__)
 Metrics: TypeAlias = dict[str, Tensor]
 
 
@@ -46,6 +48,8 @@ class Algorithm:
     """Whether it trains a value function that may read the streams of `critic_observation`."""
     policy_settings: ClassVar[Mapping[str, Any]] = {}
     """Sections of `PolicyConfig` that it requires of every policy, if they are not given."""
+    warmup_setting: ClassVar[str] = ""
+    """The setting of how many updates at the start leave the policy as it is, if there is one."""
     fixed_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that must be those that the weights were trained with, and that no weight's shape shows."""
     distribution: ClassVar[Literal["tanh_gaussian", "gaussian", "flow"] | None] = None
@@ -89,6 +93,19 @@ class Algorithm:
 
     def check_policy(self, fresh: bool) -> None:
         """Raise an error if the algorithm cannot train its policy; `fresh`: nothing has trained it before."""
+
+    def check_updates(self, planned: int) -> None:
+        """Warn if a run of so many updates would not train the policy."""
+        warmup = getattr(self.settings, self.warmup_setting) if self.warmup_setting else 0
+        if 0 < planned <= warmup:
+            log.warning(
+                "%s: the first %d updates leave the policy as it is, and the run makes %d: the policy will not be "
+                "trained; use a smaller %s, or train for longer",
+                self.warmup_setting,
+                warmup,
+                planned,
+                self.warmup_setting,
+            )
 
     def start_from_a_policy(self) -> None:
         """Adapt the settings of training to a policy that was trained before; called before the first update."""

@@ -45,6 +45,7 @@ class PPO(PolicyGradient):
     name = "ppo"
     can_shard: ClassVar[bool] = True
     reads_critic_observation: ClassVar[bool] = True
+    warmup_setting = "value_warmup"
     settings: PPOSettings
 
     def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:

@@ -38,6 +38,7 @@ class RecapOffline(SFT):
     name = "recap-offline"
     can_shard: ClassVar[bool] = False
     needs_next_observation = True
+    warmup_setting = "value_warmup"
     policy_settings: ClassVar[Mapping[str, Any]] = {"advantage": {}}
     settings: RecapOfflineSettings
     policy: AdvantagePolicy

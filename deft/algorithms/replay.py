@@ -30,6 +30,7 @@ class ReplayLearner(OffPolicy):
     """
 
     takes_chunks = True
+    warmup_setting = "critic_warmup"
     settings: Any  # ReplaySettings, and those of the algorithm
 
     def __init__(self, policy: Policy, settings: ReplaySettings, seed: int = 0) -> None:

@@ -329,6 +329,10 @@ class Collection:
     def check_length(self, num_env_steps: int, planned: int) -> None:
         """Raise an error if a run of `planned` env steps makes no update; warn if its first part makes none."""
 
+    def num_updates(self, rounds: int, num_env_steps: int) -> int:
+        """Estimate the updates of a run of so many rounds and env steps."""
+        return rounds
+
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
         """Prepare; called once, before the first `gather`."""
 

@@ -142,6 +142,10 @@ class LabelledCollection(Collection):
         self._prior = [] if experience.prior_data is None else _read_prior(experience.prior_data, collector.env)
         self._set_beta()
 
+    def num_updates(self, rounds: int, num_env_steps: int) -> int:
+        """`updates_per_round` for each round."""
+        return rounds * self.experience.updates_per_round
+
     def gather(self, num_vector_steps: int, stop: Callable[[], bool]) -> bool:
         """Collect `num_vector_steps` since the last update; return False if `stop` became true first."""
         wanted = num_vector_steps - self.pending

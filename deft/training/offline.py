@@ -143,6 +143,8 @@ class OfflineTrainer(PolicyLoop):
             self.run.total // self.updates_per_epoch,
             self.run.total,
         )
+        if self.num_updates == 0:
+            self.algorithm.check_updates(self.run.total)
         if not self.is_evaluated and self.settings.eval_freq:
             log.warning("not evaluated: there is no environment; give one with --env")
         if self.evaluator is not None and self.settings.eval_freq and not self.evaluator.in_background:

@@ -108,6 +108,10 @@ class ReplayCollection(Collection):
         if num_env_steps < starts:
             log.warning("the first %d env steps make no update: learning_starts is %d", num_env_steps, starts)
 
+    def num_updates(self, rounds: int, num_env_steps: int) -> int:
+        """`updates_per_step` for each env step after `learning_starts`."""
+        return int(max(num_env_steps - self.experience.learning_starts, 0) * self.experience.updates_per_step)
+
     def start(self, rollout_steps: int, total_steps: int | None) -> None:
         """Reserve memory for the transitions of the run, if it is less than the buffer size.
 

@@ -178,7 +178,10 @@ class Trainer(PolicyLoop):
         """Train until `total_timesteps` environment steps in all, and return a summary; see `Run.execute`."""
         total, count = self._total(total_timesteps), self.processes.count
         if self.algorithm.version == 0:
-            self.collection.check_length(total // count, max(total, self._total(None)) // count)
+            planned = max(total, self._total(None)) // count
+            self.collection.check_length(total // count, planned)
+            rounds = math.ceil(planned / (self.settings.rollout_steps * self.env.num_envs * self.env.chunk_length))
+            self.algorithm.check_updates(self.collection.num_updates(rounds, planned))
         self._most_updates = self.settings.iterations if total_timesteps is None else None
         return self.run.execute(total, evaluates_last)
 

@@ -199,6 +199,14 @@ def test_an_end_that_is_worse_is_not_the_best(tmp_path):
     assert (tmp_path / "best").resolve().name == "checkpoint-64"
 
 
+@pytest.mark.parametrize(("value_warmup", "warns"), [(3, False), (4, True)])
+def test_a_warm_up_that_does_not_end_causes_a_warning(tmp_path, value_warmup, warns, caplog):
+    """256 env steps in rollouts of 2 · 32 are 4 updates."""
+    make_trainer(tmp_path, algorithm={"value_warmup": value_warmup}, total_timesteps=256).train()
+    found = [message for message in caplog.messages if "and the run makes 4: the policy will not be trained" in message]
+    assert bool(found) == warns
+
+
 def test_no_more_steps_than_asked_for(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.train(100)  # rollouts of 64: 64, then 36
