@@ -45,6 +45,8 @@ class ActorAlgorithm(OfflineAlgorithm):
     distribution: ClassVar[Literal["tanh_gaussian", "gaussian", "flow"] | None] = "gaussian"
     needs_next_observation: bool = True
     """Whether its batches hold the observation that a transition leads to."""
+    trains: ClassVar[Literal["log_prob", "mean", "samples"]] = "log_prob"
+    """What the policy loss is a function of: log-probs of given actions, or `Policy.mean` or `Policy.sample`."""
 
     def __init__(self, policy: Policy, settings: OfflineSettings, seed: int = 0) -> None:
         if not policy.is_continuous:
@@ -54,6 +56,10 @@ class ActorAlgorithm(OfflineAlgorithm):
                 "does not have that: train it with ppo or grpo"
             )
         self.policy, self.settings = policy, settings
+        if self.trains == "mean":
+            policy.check_mean(self.name)
+        elif self.trains == "samples":
+            policy.check_samples(self.name)
         self.actor_optimizer = self._optimizer(self._actor_trains(), self._actor_learning_rate())
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:
@@ -251,6 +257,7 @@ class TwinDelayed(OffPolicy):
     """
 
     settings: DelayedSettings
+    trains = "mean"
 
     def __init__(self, policy: Policy, settings: DelayedSettings, seed: int = 0) -> None:
         super().__init__(policy, settings, seed)
@@ -290,6 +297,7 @@ class SoftPolicy(OffPolicy):
     """An off-policy algorithm with an entropy bonus, whose temperature α is learned or fixed."""
 
     settings: Any
+    trains = "samples"
 
     def __init__(self, policy: Policy, settings: Any, seed: int = 0) -> None:
         self.log_alpha = nn.Parameter(torch.zeros(policy.num_members, device=policy.center.device))

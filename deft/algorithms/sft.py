@@ -29,6 +29,8 @@ class SFT(ActorAlgorithm):
 
     def __init__(self, policy: Policy, settings: ImitationSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or SFTSettings(), seed)
+        if self.settings.loss == "mse":
+            policy.check_mean(f"{self.name} with --loss mse")
 
     def _actor_trains(self) -> Iterator[nn.Parameter]:
         yield from self.policy.actor_parameters()

@@ -224,7 +224,8 @@ class ActorCritic(Policy):
         self.is_continuous = isinstance(self.head, BoxHead) and self.memory is None
         self.noise_shape = self.head.noise_shape
         self.can_inpaint = self.noise_shape is not None
-        self.has_mean = self.is_continuous and self.noise_shape is None
+        self.has_samples = self.noise_shape is None
+        self.has_mean = self.is_continuous and self.has_samples
         self.action_dim = getattr(self.head, "action_dim", None)
         self._small_actor: tuple[int, SmallActor] | None = None
         self.register_load_state_dict_pre_hook(_translate_weights)

@@ -337,10 +337,7 @@ class DenoisingHead(BoxHead):
 
     def mean(self, output: Tensor) -> Tensor:
         """Raise an error: there is no mean action."""
-        raise InputError(
-            "a policy that denoises has no mean action, which td3-bc and sft with --loss mse train: use iql, or sft "
-            "with --loss log_prob"
-        )
+        raise InputError("a policy that denoises has no mean action")
 
     def log_prob(self, output: Tensor, unit: Tensor) -> Tensor:
         """Raise an error: only a chain has a density."""
@@ -348,10 +345,7 @@ class DenoisingHead(BoxHead):
 
     def rsample(self, output: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Raise an error: its samples have no density."""
-        raise InputError(
-            "a policy that denoises has no differentiable samples with a log-density, which sac and cql need; train it "
-            "with sft, iql, ppo, grpo or dsrl"
-        )
+        raise InputError("a policy that denoises has no differentiable samples with a log-density")
 
     def _score(self, output: Tensor, action: Tensor, mask: Tensor | None, sample: Any) -> tuple[Tensor, Tensor]:
         if sample is None:

@@ -89,6 +89,8 @@ class Policy(nn.Module):
     """Whether the off-policy methods below are defined: its actions lie in a Box."""
     has_mean: bool = False
     """Whether `mean` is defined."""
+    has_samples: bool = True
+    """Whether the samples of `sample` are differentiable and have a log-density, where it is defined."""
     acts_on_features: bool = False
     """Whether its actions depend on the observation through the features of `encode` alone."""
     noise_shape: tuple[int, int] | None = None
@@ -295,6 +297,29 @@ class Policy(nn.Module):
     def mean(self, state: Encoded) -> Tensor:
         """The most likely unit action [members, B, A], differentiable."""
         raise self._not_continuous()
+
+    def check_mean(self, algorithm: str) -> None:
+        """Raise an error if `mean`, which an algorithm trains, is not defined."""
+        if not self.has_mean:
+            raise self._not_trainable(algorithm, "the most likely action", "no mean action")
+
+    def check_samples(self, algorithm: str) -> None:
+        """Raise an error if an algorithm that trains samples with a log-density cannot train those of `sample`."""
+        if not self.has_samples:
+            wanted = "samples with a log-density"
+            raise self._not_trainable(algorithm, wanted, "no differentiable samples with a log-density")
+
+    def _not_trainable(self, algorithm: str, trained: str, missing: str) -> Exception:
+        return InputError(
+            f"policy: {algorithm} trains {trained}, and {self.described} has {missing} (flow, diffusion and token "
+            "heads and switches have none): train it with ppo or grpo, from a flow or diffusion with dsrl, on a "
+            "dataset with iql or sft with --loss log_prob; or start from a policy with a Gaussian head"
+        )
+
+    @property
+    def described(self) -> str:
+        """What it is called in errors."""
+        return type(self).__name__
 
     def log_prob(self, state: Encoded, unit: Tensor) -> Tensor:
         """Log-density of unit actions under the distribution that acts, [members, B], differentiable."""

@@ -16,11 +16,13 @@ from torch import Tensor
 from vla_worlds import PlainModel
 
 from deft import schema
+from deft.algorithms.cal_ql import CalQL
 from deft.algorithms.cql import CQL
 from deft.algorithms.dagger import DAgger
 from deft.algorithms.grpo import GRPO
 from deft.algorithms.iql import IQL
 from deft.algorithms.ppo import PPO
+from deft.algorithms.rebrac import ReBRAC
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
@@ -410,6 +412,25 @@ def test_warm_up_of_critics_leaves_every_action_as_it_is(name):
     with torch.no_grad():
         assert not torch.equal(policy.evaluate_actions(rows)["log_prob"], before)
     assert not torch.equal(next(policy.encoder_parameters()), encoder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(TD3BC, {}), (ReBRAC, {}), (SAC, {}), (CQL, {}), (CalQL, {}), (SFT, {"loss": "mse"})],
+)
+@pytest.mark.parametrize("distribution", ["flow", "diffusion"])
+def test_a_policy_that_denoises_is_rejected_before_anything_is_collected(kind, settings, distribution):
+    """Where the loss needs a mean action or samples with a density."""
+    with pytest.raises(InputError, match=rf"policy: {kind.name}.* trains (the most likely action|samples).*iql or sft"):
+        kind(small_actor(3, 2, distribution), ALGORITHM_SETTINGS[kind.name](**settings))
+
+
+@pytest.mark.parametrize(("planned", "warns"), [(20, True), (21, False)])
+def test_a_run_that_ends_within_the_warm_up_causes_a_warning(planned, warns, caplog):
+    algorithm = SAC(small_actor(3, 2), SACSettings(critic_warmup=20))
+    algorithm.check_updates(planned)
+    found = [message for message in caplog.messages if message.startswith("critic_warmup: the first 20 updates")]
+    assert bool(found) == warns
 
 
 @pytest.mark.parametrize("kind", [SAC, DAgger])

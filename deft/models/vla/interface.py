@@ -165,6 +165,11 @@ class BaseVLAModel(nn.Module, ABC):
         """Whether the deterministic action is a mean with a gradient in every dim; TD3+BC and `--loss mse` need it."""
         return self.takes_deterministic and not self.starts_from_noise
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether `sample_many` is differentiable and has log-densities; SAC and CQL need it."""
+        return not self.starts_from_noise
+
     def gaussian(self, observations: TensorDictBase) -> tuple[Tensor, Tensor] | None:
         """Mean [B, A] and log-deviation ([A] or [B, A]) of the Gaussian that `forward` samples, dims independent.
 

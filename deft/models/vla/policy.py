@@ -99,7 +99,8 @@ class VLAPolicy(ActionScale, Policy):
             self.streams = None  # the encoder reads all of them
         if self.critic_streams and self.streams is None and isinstance(observation_space, gymnasium.spaces.Dict):
             self.streams = frozenset(observation_space)
-        self.has_mean, self.noise_shape = self.model.has_mean, self.model.noise_shape
+        self.has_mean, self.has_samples = self.model.has_mean, self.model.has_samples
+        self.noise_shape = self.model.noise_shape
         self.can_inpaint = self.noise_shape is not None and self.model.can_inpaint
         self.acts_on_features = self.encoder is None and self.model.shares_features
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None
@@ -300,18 +301,24 @@ class VLAPolicy(ActionScale, Policy):
         losses = self.model.imitation_loss(streams, self._as_chunks(unit[0]), step_mask=step_mask)
         return {"bc_loss": self._scalar("imitation_loss", "loss", losses, unit.shape[1]).mean().unsqueeze(0)}
 
-    def mean(self, state: Encoded) -> Tensor:
-        """The model's most likely action, clipped as by the environment; an error for heads without a mean."""
+    def check_mean(self, algorithm: str) -> None:
+        """Raise an error if the model has no mean action, with what a model of one's own may lack."""
         if not self.model.takes_deterministic:
             raise InputError(
-                f"{self.model_name}.forward takes no `deterministic`, and td3-bc and sft with --loss mse train the "
-                "most likely action: add that keyword, or train with iql or sft"
+                f"policy: {algorithm} trains the most likely action, and {self.model_name}.forward takes no "
+                "`deterministic`: add that keyword, or train with iql or sft"
             )
+        super().check_mean(algorithm)
+
+    @property
+    def described(self) -> str:
+        """The name of the model."""
+        return self.model_name
+
+    def mean(self, state: Encoded) -> Tensor:
+        """The model's most likely action, clipped as by the environment; an error for heads without a mean."""
         if not self.has_mean:
-            raise InputError(
-                f"{self.model_name} has no mean action (flow and token heads and switches have none), which td3-bc and "
-                "sft with --loss mse train: use iql, or sft with --loss log_prob, or a Gaussian head without switches"
-            )
+            raise InputError(f"{self.model_name} has no mean action")
         unit = self.model(state.observation, deterministic=True)
         self._check_action(f"the action of {self.model_name}.forward", unit, len(state.observation))
         self._check_gradient("its most likely action", unit)

@@ -255,6 +255,11 @@ class TinyVLAModel(StreamVLA):
         """Whether the deterministic action is a mean with a gradient in every dim: only that of a Gaussian."""
         return self.head_name == "gaussian" and not self.switch_dims
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether samples are differentiable: only those of a Gaussian."""
+        return self.has_mean
+
     # -- the interface of a VLA model ----------------------------------------------------------------------------------
 
     def get_value(self, observations: TensorDictBase) -> Tensor:
@@ -485,12 +490,9 @@ class TinyVLAModel(StreamVLA):
 
     def sample_many(self, observations: TensorDictBase, count: int) -> tuple[Tensor, Tensor]:
         """`count` differentiable samples per observation, [count, B, …], and their log-densities [count, B]."""
-        if self.head_name != "gaussian" or self.switch_dims:
+        if not self.has_samples:
             name = "head with switches" if self.switch_dims else f"{self.head_name} head"
-            raise InputError(
-                f"a {name} has no differentiable samples with a log-density, which sac and cql need; train it with "
-                "sft, iql, ppo or grpo"
-            )
+            raise InputError(f"a {name} has no differentiable samples with a log-density")
         features = self._for_head(self.features(observations)).repeat(count, 1)
         actions, log_prob, _ = self.head.draw(features, False, None)
         return self.shaped(actions).unflatten(0, (count, -1)), log_prob.unflatten(0, (count, -1))

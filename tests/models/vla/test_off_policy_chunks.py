@@ -14,7 +14,7 @@ from deft.algorithms.iql import IQL
 from deft.algorithms.sac import SAC
 from deft.algorithms.sft import SFT
 from deft.algorithms.td3_bc import TD3BC
-from deft.config.algorithm_settings import CQLSettings, IQLSettings, SACSettings, TD3BCSettings
+from deft.config.algorithm_settings import CQLSettings, IQLSettings, SACSettings, SFTSettings, TD3BCSettings
 from deft.config.settings import DatasetPolicyConfig, VLAConfig
 from deft.errors import InputError
 from deft.models.building import make_policy
@@ -304,11 +304,11 @@ def test_padding_of_a_model_whose_steps_depend_on_each_other_is_an_error():
 def test_heads_without_a_mean_are_not_trained_by_a_loss_of_it(changes):
     """The mean of two demonstrated modes is an action that nobody demonstrated; a switch has no gradient."""
     policy, batch = actor_of(lambda: tiny(**changes)), batch_of_chunks()
-    unit = batch[schema.ACTION].flatten(1).unsqueeze(0)
-    with pytest.raises(InputError, match=r"sft.* --loss log_prob"):
-        policy.imitation(batch[schema.OBSERVATION], unit, batch[schema.STEP_MASK], "mse")
-    with pytest.raises(InputError, match=r"sft.* --loss log_prob"):
-        TD3BC(policy, TD3BCSettings(policy_delay=1)).step(batch)
+    with pytest.raises(InputError, match="TinyVLAModel has no mean action"):
+        policy.mean(policy.encode(batch[schema.OBSERVATION]))
+    for kind, settings in ((SFT, SFTSettings(loss="mse")), (TD3BC, TD3BCSettings())):
+        with pytest.raises(InputError, match=rf"policy: {kind.name}.*TinyVLAModel has no mean .*loss log_prob"):
+            kind(policy, settings)
 
 
 def test_td3_bc_clones_real_steps_alone():
@@ -408,6 +408,5 @@ def test_an_anchor_is_compared_by_densities():
 @pytest.mark.parametrize("head", ["token", "flow"])
 @pytest.mark.parametrize("kind", [SAC, CQL])
 def test_heads_without_a_density_of_differentiable_draws_are_named(head, kind):
-    algorithm = kind(actor_of(lambda: tiny(head=head)))
-    with pytest.raises(InputError, match=f"a {head} head has no differentiable samples .* sft, iql, ppo or grpo"):
-        algorithm.step(batch_of_chunks())
+    with pytest.raises(InputError, match=f"policy: {kind.name} trains samples .* TinyVLAModel has no differentiable"):
+        kind(actor_of(lambda: tiny(head=head)))
