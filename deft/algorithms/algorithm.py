@@ -83,6 +83,11 @@ class Algorithm:
         """
         return make_policy(config, observation_space, action_space, **how)
 
+    @classmethod
+    def judged_by_critics(cls, settings: Any) -> str:
+        """Return what its critics are functions of, beside the observation: critics of other things are not loaded."""
+        return "actions"
+
     @property
     def experience(self) -> Experience:
         """What `update` learns from; the trainer collects it (`deft.algorithms.experience`)."""

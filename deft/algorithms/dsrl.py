@@ -44,6 +44,7 @@ class DSRL(SAC):
     distribution = None
     takes_chunks: ClassVar[bool] = True
     cannot_be_trained: ClassVar[str] = "is a frozen policy with a network that selects its noise"
+    fixed_settings = ("noise_bound",)
     settings: DSRLSettings
     policy: NoisePolicy
 
@@ -81,6 +82,11 @@ class DSRL(SAC):
     def start_from_a_policy(self) -> None:
         """Keep the temperature of a new policy: the network that selects the noise is new."""
         self.policy.reward_scale.fill_(1.0)
+
+    @classmethod
+    def judged_by_critics(cls, settings: DSRLSettings) -> str:
+        """Noise, or actions with `critic: action`."""
+        return "noise" if settings.critic == "noise" else super().judged_by_critics(settings)
 
     @property
     def experience(self) -> Replay:

@@ -123,7 +123,7 @@ def _with_env_settings(config: RunConfig, source: RunConfig | OfflineRunConfig) 
     return replace(config, **{f"env.{setting}": value for setting, value in changes.items()})
 
 
-def check_fixed_settings(config: OfflineRunConfig, start: str | Path | None) -> None:
+def check_fixed_settings(config: RunConfig | OfflineRunConfig, start: str | Path | None) -> None:
     """Raise an error if a setting that the weights depend on is not the one that they were trained with."""
     names = ALGORITHMS[config.algorithm.name].fixed_settings
     source = config_beside(Path(start)) if start is not None and names else None
@@ -136,6 +136,20 @@ def check_fixed_settings(config: OfflineRunConfig, start: str | Path | None) -> 
             raise InputError(f"{name}: {now}, and the weights of {start} were trained with {was}; give --{name} {was}")
 
 
+def _check_meaning(algorithm: OffPolicy, path: str | Path | None) -> None:
+    """Raise an error if the critics of the run judge something else than those of the algorithm."""
+    source = config_beside(Path(path)) if path is not None else None
+    if source is None:
+        return
+    before = ALGORITHMS[source.algorithm.name].judged_by_critics(source.algorithm.cfg)
+    after = algorithm.judged_by_critics(algorithm.settings)
+    if before != after:
+        raise InputError(
+            f"keep_critics: the critics of {path} judge {before}, and those of {algorithm.name} judge {after}; use "
+            "--no-keep-critics (keep_critics=False) for new critics"
+        )
+
+
 def load_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] | None = None) -> None:
     """Load the critics that a policy was trained with into SAC: from the state given, or from the run at `path`."""
     folder = None if path is None else checkpoint_folder(Path(path))
@@ -143,6 +157,7 @@ def load_critics(algorithm: Any, path: str | Path | None, state: dict[str, Any] 
         state = checkpoint.load_training_state(folder).get("algorithm", {})
     if not isinstance(algorithm, OffPolicy) or (state is None and path is None):
         return
+    _check_meaning(algorithm, path)
     if state is None or "critics" not in state:
         log.info("%s has no critics: new ones are initialised", folder or "the policy's run")
         return

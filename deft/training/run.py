@@ -40,7 +40,7 @@ from deft.runs.processes import Processes
 from deft.runs.random_state import process_seed, seed_everything
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
-from deft.training.handover import load_critics, use_policy_section
+from deft.training.handover import check_fixed_settings, load_critics, use_policy_section
 from deft.training.reward_model import with_reward_model
 from deft.training.trainer import OnlineSpec, Trainer
 
@@ -197,6 +197,7 @@ def build_trainer(
     """
     run = open_run(config, config.env.id, ONLINE_ALGORITHMS[config.algorithm.name], policy)
     config, processes = run.config, run.processes
+    check_fixed_settings(config, run.resume_from or config.model_path)
     is_asynchronous = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
     uses_replay = config.algorithm.cfg.LEARNS_FROM == "replay"
     if processes.count > 1 and is_asynchronous and uses_replay:

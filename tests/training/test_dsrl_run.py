@@ -101,12 +101,27 @@ def test_a_resumed_run_keeps_the_bound_of_its_noise(tmp_path, cloned):
     first.train()
     folder = first.save()
     first.close()
+    for start in (folder, tmp_path / "first"):  # its weights contain the bound
+        with pytest.raises(
+            InputError, match=r"noise_bound: 2\.0, and the weights .* with 1\.5; give --noise_bound 1\.5"
+        ):
+            build_trainer(config(tmp_path, start, "continued", noise_bound=2.0))
     second = build_trainer(config(tmp_path, cloned, "second", 80, noise_bound=2.0))
     with pytest.raises(
         InputError, match=r"noise_bound: 2, and the checkpoint was trained with 1.5; give --noise_bound"
     ):
         second.load(folder)
     second.close()
+
+
+def test_critics_of_something_else_are_not_loaded(tmp_path, cloned):
+    first = build_trainer(config(tmp_path, cloned, "first", 80))
+    first.train()
+    first.save()
+    first.close()
+    with pytest.raises(InputError, match=r"critics of .*first judge noise, and those of dsrl judge actions; use --no-"):
+        build_trainer(config(tmp_path, tmp_path / "first", "second", critic="action", keep_critics=True))
+    build_trainer(config(tmp_path, tmp_path / "first", "third", keep_critics=True)).close()
 
 
 def test_a_policy_to_steer_is_required(tmp_path):
