@@ -116,12 +116,12 @@ def test_it_trains_from_python(tmp_path):
     one.close()
 
 
-def test_the_expert_acts_less_and_less():
-    class Stub:
-        settings = DAggerSettings(initial_beta=0.8, beta=0.5)
-
-    experience = DAgger.experience.fget(Stub())
-    assert [experience.initial_beta * experience.beta**i for i in range(3)] == pytest.approx([0.8, 0.4, 0.2])
+def test_the_expert_acts_less_and_less(deft, tmp_path):
+    # β_i = 0.8 · 0.5^i in rounds of 2 · 4 steps
+    words = ["--rollout-steps", 4, "--total-timesteps", 24, "--updates-per-round", 1, "--log-freq", 1]
+    train(deft, *words, "--initial-beta", 0.8, "--beta", 0.5, "--output-dir", "run")
+    logged = map(json.loads, (tmp_path / "run" / "episode_metrics.jsonl").read_text().splitlines())
+    assert [line["beta"] for line in logged if line["type"] == "update"] == pytest.approx([0.8, 0.4, 0.2])
 
 
 def test_an_expert_that_finishes_gives_plans_for_chunks(deft, tmp_path):
