@@ -153,10 +153,11 @@ def export_onnx(path: Path, policy: LoadedPolicy, folder: Path) -> dict[str, Any
 
     signature = _signature(policy)
     names = {key: [one["name"] for one in signature[key]] for key in ("inputs", "outputs")}
+    program = trace(policy)
     with _quiet():
         try:
             model = torch.onnx.export(
-                trace(policy), input_names=names["inputs"], output_names=names["outputs"], dynamo=True, verbose=False
+                program, input_names=names["inputs"], output_names=names["outputs"], dynamo=True, verbose=False
             )
             assert model is not None
             model.save(folder / ONNX)

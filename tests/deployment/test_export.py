@@ -98,11 +98,14 @@ def test_a_program_that_differs_is_not_written():
         compare(policy, lambda *inputs: (program(*inputs)[0] * float("nan"),))
 
 
-def test_policies_that_sample_are_rejected():
-    with pytest.raises(InputError, match="acts by sampled noise, and a program has no random numbers"):
-        trace(tiny(head="flow"))
-    with pytest.raises(InputError, match="reads rewards and keeps a history"):
-        trace(decision_transformer())
+@pytest.mark.parametrize("write", [export_program, export_onnx])
+def test_policies_that_sample_are_rejected(write, tmp_path):
+    if write is export_onnx:
+        pytest.importorskip("onnxruntime")
+    with pytest.raises(InputError, match=r"^VLAPolicy acts by sampled noise, and a program has no random numbers; use"):
+        write(tmp_path, tiny(head="flow"), tmp_path)
+    with pytest.raises(InputError, match=r"^DecisionTransformerPolicy reads rewards and keeps a history, which"):
+        write(tmp_path, decision_transformer(), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ the command
