@@ -188,7 +188,13 @@ def parse(
         raise InputError(f"{command.split()[0]}: unexpected '{words[0]}'; a value follows its flag{first}")
     if prepare is not None:
         prepare(mapping, given)
-    spelled = {flag.path: dashed(flag.name) for group in groups for flag in group.flags} if base is None else {}
+    # In a file a setting has its own name; that of a section which the file lacks, only a flag can give.
+    spelled = {
+        flag.path: dashed(flag.name)
+        for group in groups
+        for flag in group.flags
+        if base is None or ("." in flag.path and value_at(base, flag.path.rpartition(".")[0]) is None)
+    }
     make = make or (lambda values, written: checked(cls, values, written=written))
     return Parsed(make(mapping, written=spelled | written), as_json, given)
 
