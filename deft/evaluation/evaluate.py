@@ -13,7 +13,6 @@ from typing import Any
 import gymnasium
 
 from deft import trust
-from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import load_config
 from deft.config.settings import EnvConfig, OfflineRunConfig, RunConfig
 from deft.data.datasets.dataset import normalized_score
@@ -38,7 +37,7 @@ from deft.runs import checkpoint
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, checkpoint_choice
 from deft.runs.logging import show_evaluation
-from deft.runs.policies import build_policy, saved_config
+from deft.runs.policies import build_policy, check_acts, saved_config
 from deft.runs.policy_spaces import PolicySpaces, check_streams, policy_space
 from deft.runs.random_state import seed_everything
 
@@ -216,9 +215,6 @@ def rebuild_policy(
     device: str = "auto",
 ) -> Policy:
     """The policy of a checkpoint, built for these spaces, with its weights."""
-    algorithm = ALGORITHMS.get(config.algorithm.name)
-    if algorithm is not None and not algorithm.acts:
-        raise InputError(f"{folder}: a run of {config.algorithm.name} does not act; {algorithm.use}")
     policy = build_policy(config, observation, action, weights_follow=True)
     weights = checkpoint.load_model(folder)
     checkpoint.load_weights(policy, weights, folder / checkpoint.MODEL)
@@ -254,7 +250,13 @@ def env_of_run(
 
 
 def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
-    """The best or latest checkpoint of a run folder, or the checkpoint given, and the settings of its run."""
+    """The best or latest checkpoint of a run that acts, or the checkpoint given, and the settings of the run."""
+    folder, config = _find_run(path)
+    check_acts(config, path)
+    return folder, config
+
+
+def _find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     files = [path / checkpoint.MODEL_SAFETENSORS, path / CONFIG_FILE]
     if all(map(os.path.isfile, files)):  # of `deft export`; False for a name that is too long
         return path, load_config(path / CONFIG_FILE)

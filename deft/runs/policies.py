@@ -53,6 +53,13 @@ def build_policy(
     return kind.make_policy(observation, action, config.policy, settings, **how)
 
 
+def check_acts(config: RunConfig | OfflineRunConfig, path: str | Path) -> None:
+    """Raise an error if what a run trained is no policy, such as a reward model."""
+    kind = ALGORITHMS.get(config.algorithm.name)
+    if kind is not None and not kind.acts:
+        raise InputError(f"{path}: a run of {config.algorithm.name} does not act; {kind.use}")
+
+
 def load_policy_weights(policy: Policy, path: str | Path) -> None:
     """Load weights from a run directory (its best checkpoint, else its latest), a checkpoint, or a weights file."""
     source = Path(path)

@@ -18,7 +18,7 @@ from deft.envs.make import kind_of
 from deft.errors import InputError
 from deft.models.policy import Policy
 from deft.runs import checkpoint
-from deft.runs.policies import checkpoint_folder, config_beside
+from deft.runs.policies import check_acts, checkpoint_folder, config_beside
 
 log = logging.getLogger(__name__)
 AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
@@ -80,6 +80,8 @@ def _for_algorithm(config: RunConfig | OfflineRunConfig, section: dict[str, Any]
 
 
 def _check_source(config: RunConfig | OfflineRunConfig, source: RunConfig | OfflineRunConfig) -> None:
+    if not ALGORITHMS[source.algorithm.name].exchanges_policies:
+        check_acts(source, f"model_path: {config.model_path}")
     reason = ALGORITHMS[source.algorithm.name].cannot_be_trained
     own = config.algorithm.name
     if reason and source.algorithm.name not in (own, *ALGORITHMS[own].continues):
