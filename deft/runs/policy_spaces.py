@@ -39,7 +39,7 @@ class PolicySpaces:
     action_mask: np.ndarray | None = None
 
     def __str__(self) -> str:
-        return f"observations {_description(self.observation)} and actions {_description(self.action)}"
+        return f"observations {describe(self.observation)} and actions {describe(self.action)}"
 
     def matches(self, other: PolicySpaces) -> bool:
         """Whether the streams and actions have the same names, kinds and shapes."""
@@ -125,10 +125,10 @@ def check_streams(
         log.info("%s has further streams, which the policy does not read: %s", where, ", ".join(further))
 
 
-def _description(space: gymnasium.Space) -> str:
+def describe(space: gymnasium.Space) -> str:
     """Return the kind and shape of a space, of each stream by its name."""
     if isinstance(space, spaces.Dict):
-        return ", ".join(f"{name} ({_description(stream)})" for name, stream in sorted(space.items()))
+        return ", ".join(f"{name} ({describe(stream)})" for name, stream in sorted(space.items()))
     return f"{_kind(space)} of shape {_row_shape(space)}" if isinstance(space, spaces.Box) else str(space)
 
 

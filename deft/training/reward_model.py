@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gymnasium import Space
+from gymnasium.spaces import Dict
 
 from deft import schema
 from deft.config.groups import RewardModelConfig
@@ -23,7 +25,7 @@ from deft.envs.vector import VectorEnv, VectorStep
 from deft.errors import InputError
 from deft.models.reward_model import RewardModel
 from deft.runs.policies import build_policy, checkpoint_folder, config_beside, load_policy_weights
-from deft.runs.policy_spaces import PolicySpaces, policy_space
+from deft.runs.policy_spaces import PolicySpaces, check_streams, describe
 
 log = logging.getLogger(__name__)
 
@@ -85,13 +87,28 @@ def with_reward_model(env: VectorEnv, settings: RewardModelConfig | None, device
 
 def load_reward_model(path: str, env: VectorEnv, device: torch.device) -> RewardModel:
     """Load the classifier of a run directory or a checkpoint for the observations of an environment."""
-    config = config_beside(Path(path)) if Path(path).exists() else None
+    if not Path(path).exists():
+        raise InputError(f"reward_model: {path} does not exist; give a run directory of `deft train reward-model`")
+    config = config_beside(Path(path))
     folder = None if config is None else checkpoint_folder(Path(path))
     if folder is None or not isinstance(config, OfflineRunConfig) or config.algorithm.name != "reward-model":
         raise InputError(f"reward_model: {path} is not a run of `deft train reward-model`; give its run directory")
     spaces = PolicySpaces.read(folder)
     assert spaces is not None  # every version with reward models writes it
-    observation = policy_space(spaces, env.observation_space, folder, "the environment")
-    model: Any = build_policy(config, observation, spaces.action, weights_follow=True)
+    model: Any = build_policy(config, spaces.observation, spaces.action, weights_follow=True)
     load_policy_weights(model, folder)
+    read, given = spaces.observation, env.observation_space
+    try:
+        check_streams(model, read, given, "the environment")
+    except InputError as error:
+        raise InputError(_mismatch(path, read, given)) from error
+    if isinstance(read, Dict) and isinstance(given, Dict) and not set(read) <= set(given):  # labels, which it reads too
+        raise InputError(_mismatch(path, read, given))
     return model.to(device)
+
+
+def _mismatch(path: str, read: Space, given: Space) -> str:
+    return (
+        f"reward_model: {path} reads the observations {describe(read)}, and the environment has {describe(given)}; "
+        "train a reward model on recordings of this environment, or name its streams with --rename_streams"
+    )

@@ -117,7 +117,7 @@ def train_model(deft, dataset, *more):
     return deft("train", "reward-model", *words, *more)
 
 
-def test_a_policy_learns_from_the_classifier_alone(deft, deft_or_error, dataset, tmp_path):
+def test_a_policy_learns_from_the_classifier_alone(deft, dataset, tmp_path):
     train_model(deft, dataset, "--num-epochs", 12, "--output-dir", "model")
     ppo = ["train", "ppo", "--env", ENV, "--num-envs", 4, "--reward-model", "model", "--hidden-sizes", 16, *COMMON]
     ppo += ["--rollout-steps", 25, "--batch-size", 50, "--learning-rate", "1e-2", "--gamma", 0.9]
@@ -125,8 +125,6 @@ def test_a_policy_learns_from_the_classifier_alone(deft, deft_or_error, dataset,
     # The goal is x > 0.5, which the environment never rewards.
     assert deft("evaluate", "ppo", "--episodes", 5, "--json")["success_rate"] == 1.0
     assert load_policy(tmp_path / "ppo", device="cpu").get_action(np.zeros(1, np.float32))[0] > 0.3
-    error = deft_or_error("evaluate", "model", "--env", ENV, "--episodes", 1)
-    assert "a run of reward-model does not act; give it to --reward_model of a training run" in error
 
 
 def test_training_on_equals_training_twice(deft, dataset, tmp_path):
@@ -158,5 +156,20 @@ def test_errors(deft_or_error, dataset, tmp_path):
         *train, "--dataset", dataset, "--label", "reward"
     )
     ppo = ["train", "ppo", "--env", ENV, *COMMON]
-    assert "is not a run of `deft train reward-model`" in deft_or_error(*ppo, "--reward-model", tmp_path / "nothing")
+    assert "nothing does not exist; give a run directory" in deft_or_error(*ppo, "--reward-model", tmp_path / "nothing")
     assert "is not a run of `deft train reward-model`" in deft_or_error(*ppo, "--reward-model", dataset)
+    error = deft_or_error(*ppo, "--reward-model-threshold", 0.7)
+    assert "--reward-model: missing; it must be given" in error
+
+
+def test_errors_of_a_run(deft, deft_or_error, dataset):
+    train_model(deft, dataset, "--num-epochs", 1, "--output-dir", "model")
+    no_policy = "model: a run of reward-model does not act; give it to --reward_model of a training run"
+    assert no_policy in deft_or_error("evaluate", "model")  # before an environment is asked for
+    assert f"model_path: {no_policy}" in deft_or_error("train", "sac", "--env", ENV, *COMMON, "--model-path", "model")
+    error = deft_or_error("train", "sac", "--env", "Pendulum-v1", *COMMON, "--reward-model", "model")
+    assert (
+        "reward_model: model reads the observations vector of shape (1,), and the environment has vector of shape (3,)"
+        in error
+    )
+    assert "recordings of this environment" in error
