@@ -58,6 +58,8 @@ class Algorithm:
     """Whether what it trains acts; a model that does not is evaluated in no environment."""
     use: ClassVar[str] = ""
     """What a run that does not act is for, as the advice of an error."""
+    reads_reward: ClassVar[bool] = True
+    """Whether it learns from rewards, which a reward model may give."""
     steps_singly: ClassVar[bool] = False
     """Whether environments take single steps in training, also with a policy that decides chunks of them."""
     version: int = 0

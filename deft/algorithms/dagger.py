@@ -38,6 +38,7 @@ class DAgger(SFT):
 
     name = "dagger"
     can_shard: ClassVar[bool] = False
+    reads_reward: ClassVar[bool] = False
     steps_singly: ClassVar[bool] = True
     settings: DAggerSettings
 

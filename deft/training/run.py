@@ -234,6 +234,8 @@ def build_trainer(
         eval_env = eval_env or (lambda: weigh(rename(make_another(env), names), weights))
         video_env = lambda: rename(make_another(env, render_mode="rgb_array"), names)  # noqa: E731
     try:
+        if config.reward_model is not None and not run.algorithm_class.reads_reward:
+            raise InputError(f"reward_model: {config.algorithm.name} learns from no reward; leave it out")
         if config.reward_model is not None and config.cluster.collectors == "ray":
             raise InputError("reward_model: Ray workers do not evaluate it; use collectors 'here'")
         vector_env = with_reward_model(vector_env, config.reward_model, run.device)

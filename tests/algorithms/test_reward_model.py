@@ -173,3 +173,5 @@ def test_errors_of_a_run(deft, deft_or_error, dataset):
         in error
     )
     assert "recordings of this environment" in error
+    error = deft_or_error("train", "dagger", "--env", ENV, *COMMON, "--reward-model", "model")
+    assert "reward_model: dagger learns from no reward; leave it out" in error
