@@ -260,7 +260,10 @@ class PolicyServer:
         ]
         # A website that resolves its name to 127.0.0.1 (DNS rebinding) sends its own name as the host.
         hosts = ["127.0.0.1", "localhost", "[::1]", "::1"] if is_local(self.config.host) else ["*"]
-        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
+        middleware = [
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(RejectWebsites),
+        ]
         return Starlette(routes=routes, middleware=middleware, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
@@ -283,9 +286,6 @@ class PolicyServer:
         """Serve one client over a WebSocket."""
         from starlette.websockets import WebSocketDisconnect
 
-        if "origin" in websocket.headers:  # only browsers send it: a website that the user visits
-            await websocket.close(POLICY_VIOLATION)
-            return
         await websocket.accept()
         try:
             if self.num_clients >= self.config.max_clients:
@@ -325,8 +325,6 @@ class PolicyServer:
         def respond(status: int, error: str) -> Response:
             return Response(encode({"error": error}), status, media_type="application/json")
 
-        if "origin" in request.headers:
-            return respond(403, "requests of websites are rejected")
         if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
             return respond(415, "send JSON, with the header content-type: application/json")
         if self.policy.policy.recurrent:
@@ -338,6 +336,24 @@ class PolicyServer:
                 return respond(413, f"the message is larger than {self.max_bytes:,} bytes")
         content, is_error = await self._answer(bytes(body), self._session("chunk"), "actions")
         return Response(content, 400 if is_error else 200, media_type="application/json")
+
+
+class RejectWebsites:
+    """Middleware that rejects what has an `Origin`, which only browsers send: a website that the user visits."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer with status 403, for every address and before a WebSocket is open."""
+        from starlette.responses import JSONResponse
+        from starlette.websockets import WebSocketClose
+
+        answer = self.app
+        if any(name == b"origin" for name, _ in scope.get("headers", ())):
+            error = JSONResponse({"error": "requests of websites are rejected"}, 403)
+            answer = error if scope["type"] == "http" else WebSocketClose(POLICY_VIOLATION)
+        await answer(scope, receive, send)
 
 
 def _named(answer: Mapping[str, Any]) -> dict[str, Any]:

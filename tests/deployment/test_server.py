@@ -301,6 +301,8 @@ def test_websites_and_other_kinds_of_requests_are_rejected(chunks):
     _, port = chunks
     body = json.dumps({"observation": encode(scene(0))})
     assert request(port, "GET", "/schema", Host="evil.example")[0] == 400
+    for method, path in (("GET", "/schema"), ("GET", "/health"), ("GET", "/metrics"), ("POST", "/chunk")):
+        assert request(port, method, path, Origin="http://evil.example")[0] == 403
     assert post(port, body, Origin="http://evil.example")[0] == 403
     assert post(port, body, **{"content-type": "text/plain"})[0] == 415
     assert request(port, "GET", "/chunk")[0] == 405
