@@ -41,7 +41,8 @@ class NoisePolicy(WrappingPolicy):
         if base.noise_shape is None:
             raise InputError(
                 f"policy: dsrl selects the noise of a policy that denoises, and {type(base).__name__} does not here; "
-                "give --model_path a run of sft with --distribution flow, vla-tiny with head=flow, or pi0"
+                "give --model_path a run of sft with --distribution flow or diffusion, vla-tiny with head=flow, or "
+                "another VLA model that denoises (smolvla, pi0, pi05, groot, diffusion-policy)"
             )
         self.wrap(base.requires_grad_(False).eval())
         length, size = base.noise_shape
