@@ -64,8 +64,9 @@ class ExpertCollector(Collector):
             labels = None if self._expert is None else self._expert()
         except InputError as error:
             raise InputError(
-                f"{error}: DAgger needs a scripted expert (tabletop, driving and Meta-World have one); give the "
-                "environment a method expert_action(), or imitate recorded demonstrations with sft"
+                f"{error}: DAgger needs a scripted expert (reach, tabletop, driving, Meta-World and PushT have one); "
+                "give the environment a method expert_action(), let a person act with --takeover --view, or imitate "
+                "recorded demonstrations with sft"
             ) from error
         assert self._observation is not None
         due = self._actor.is_due

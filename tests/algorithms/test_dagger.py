@@ -180,6 +180,7 @@ def test_errors(deft_or_error, tmp_path):
     finally:
         del gymnasium.registry["deft-test/NoExpert-v0"]
     assert "DAgger needs a scripted expert" in error
+    assert "--takeover --view" in error
     deft_or_error("collect", "--env", ENV, "--policy", "random", "--episodes", 2, "--out", "demo-v0", "--json")
     data = ["train", "sft", "--dataset", "demo-v0", *COMMON]
     rounds = ["train", "dagger", "--env", ENV, "--expert-finishes", *COMMON]
