@@ -39,6 +39,10 @@ def chunk_space(space: gymnasium.Space, length: int) -> gymnasium.Space:
     return spaces.Box(np.tile(space.low, (length, 1)), np.tile(space.high, (length, 1)), dtype=space.dtype.type)
 
 
+class UnboundedActions(InputError):
+    """An action space in which a policy cannot act; `deft.runs.policies.build_policy` names the algorithm."""
+
+
 class ActionScale(nn.Module):
     """action = center + width · unit, in each dim; `center` and `width` are buffers, [A] or [K · A] for chunks of K.
 
@@ -60,10 +64,10 @@ class ActionScale(nn.Module):
             self.register_load_state_dict_post_hook(_update_is_unit)
         _update_is_unit(self)
 
-    def set_box(self, space: gymnasium.Space, who: str = "off-policy algorithms act") -> None:
+    def set_box(self, space: gymnasium.Space, who: str = "the policy acts") -> None:
         """Set the scale to a bounded Box: its centre and half width."""
         if not isinstance(space, spaces.Box) or not np.all(np.isfinite(space.low) & np.isfinite(space.high)):
-            raise InputError(f"{who} in a bounded Box; the actions here are {space}")
+            raise UnboundedActions(f"{who} in a bounded Box; the actions here are {space}")
         low, high = (np.asarray(bound, np.float64).reshape(-1) for bound in (space.low, space.high))
         self.action_shape, self.action_dim = tuple(space.shape), len(low)
         center, width = (low + high) / 2, np.maximum((high - low) / 2, FIXED_WIDTH)

@@ -14,6 +14,7 @@ from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import load_config, resolve
 from deft.config.settings import OfflineRunConfig, RunConfig
 from deft.errors import InputError
+from deft.models.action_scale import UnboundedActions
 from deft.models.policy import Policy
 from deft.runs import checkpoint
 from deft.runs.directory import CONFIG_FILE
@@ -50,7 +51,12 @@ def build_policy(
     if wanted not in (None, actual):
         raise InputError(f"policy.action_dim: {wanted} was given, but {where} takes actions of {actual} dims")
     how = {"num_members": members, "weights_follow": weights_follow, "where": where}
-    return kind.make_policy(observation, action, config.policy, settings, **how)
+    try:
+        return kind.make_policy(observation, action, config.policy, settings, **how)
+    except UnboundedActions as error:
+        raise InputError(
+            f"{config.algorithm.name}: {error}; use an environment with bounded Box actions, or train with ppo or grpo"
+        ) from error
 
 
 def check_acts(config: RunConfig | OfflineRunConfig, path: str | Path) -> None:

@@ -496,7 +496,7 @@ def test_prior_data_is_mixed_in(tmp_path, monkeypatch):
 def test_what_sac_cannot_do_is_said_in_one_line(tmp_path, capsys):
     common = ["--output-dir", str(tmp_path / "x")]
     for arguments, message in (
-        (["--env", "CartPole-v1"], "off-policy algorithms act in a bounded Box; the actions here are Discrete(2)"),
+        (["--env", "CartPole-v1"], "sac: the policy acts in a bounded Box; the actions here are Discrete(2); use"),
         (["--buffer-type", "vla"], "--buffer-type: unknown flag"),
         (["--alpha", "loud"], "alpha"),
         (
