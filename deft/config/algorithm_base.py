@@ -21,6 +21,9 @@ class AlgorithmSettings(groups.DiscountSettings):
     DENOISES: ClassVar[bool] = False
     """Whether its policies denoise (`distribution: flow`) if nothing else is given."""
 
+    NOT_OFFERED: ClassVar[tuple[str, ...]] = ()
+    """Inherited settings that have no flag, since the algorithm rejects them."""
+
     @property
     def envs_per_group(self) -> int:
         """Environments that must run in the same process because their episodes are compared; 1: no constraint."""

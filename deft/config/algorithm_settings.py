@@ -330,6 +330,8 @@ class FQLOnlineSettings(FQLSettings, ReplaySettings):
 class CalQLSettings(CQLSettings, ReplaySettings):
     """Cal-QL's online phase: calibrated CQL in an environment, on a mix of a dataset and new episodes."""
 
+    NOT_OFFERED: ClassVar[tuple[str, ...]] = ("takeover", "takeover_rate")
+
     cal_ql = True
 
     @model_validator(mode="after")

@@ -217,6 +217,7 @@ def run_flags(algorithm: str) -> list[FlagGroup]:
     own_first = sorted(sections, key=lambda section: section[0] != "algorithm.cfg")
     titles = {"": "run", "algorithm.cfg": algorithm.replace("-", "_")}
     unused = {"algorithm.name"}  # it is the command's first word
+    unused |= {f"algorithm.cfg.{name}" for name in algorithm_class.NOT_OFFERED}
     if algorithm_class.LEARNS_FROM != "rollouts":
         unused.add("policy.normalize_reward")
     groups = section_flags(own_first, titles, unused, others)

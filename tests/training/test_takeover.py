@@ -203,8 +203,10 @@ def test_names_of_controls():
     [
         (["sac", "--takeover"], "give --view too"),
         (["dsrl", "--takeover"], "a person's action has no noise; use critic action"),
-        (["cal-ql", "--takeover"], "use sac"),
-        (["ppo", "--takeover"], "--takeover"),
+        *[
+            ([name, "--takeover"], "unknown flag; it is a setting of sac, td3, fql-online, dsrl, dagger, recap")
+            for name in ("cal-ql", "ppo")
+        ],
     ],
 )
 def test_bad_input(words, message, capsys, tmp_path):
