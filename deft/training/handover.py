@@ -53,10 +53,10 @@ def _with_policy_section(config: AnyConfig, policy: Any, resume_from: Path | Non
     if isinstance(config, RunConfig):
         config = _with_env_settings(config, source)
     own, theirs = config.policy, source.policy
-    if own.vla_config is not None:
-        if theirs.vla_config is None or own.vla_config.model_class != theirs.vla_config.model_class:
-            return config
-        _check_chunk_length(config, theirs)
+    models = [None if section.vla_config is None else section.vla_config.model_class for section in (own, theirs)]
+    if models[0] not in (None, models[1]):
+        return config
+    _check_chunk_length(config, theirs)
     default, section = to_dict(type(own)()), to_dict(theirs)
     changed = {name: value for name, value in to_dict(own).items() if value != default[name]}
     if not kind.reads_critic_observation:
@@ -99,8 +99,8 @@ def _check_source(config: RunConfig | OfflineRunConfig, source: RunConfig | Offl
 def _check_chunk_length(config: RunConfig | OfflineRunConfig, theirs: PolicyConfig) -> None:
     """Raise an error if the user sets another chunk length: weights and action scale have one size per step."""
     own, model = config.policy, config.policy.vla_config
-    assert model is not None
-    is_default = own.chunk_length in (type(own)().chunk_length, MODEL_CHUNKS.get(model.model_class))
+    of_model = None if model is None else MODEL_CHUNKS.get(model.model_class)
+    is_default = own.chunk_length in (type(own)().chunk_length, of_model)
     if own.chunk_length != theirs.chunk_length and not is_default:
         raise InputError(
             f"chunk_length: {own.chunk_length}, but the policy of {config.model_path} was trained with "

@@ -108,6 +108,9 @@ def test_the_commands_and_what_is_rejected_in_one_line(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "a fql policy is a flow that acts by critics and cannot be trained with sac" in error
+    assert cli.main(["train", "fql-online", *few, "--chunk-length", "3", "--output-dir", str(tmp_path / "other")]) == 2
+    error = capsys.readouterr().err
+    assert f"chunk_length: 3, but the policy of {tmp_path / 'fql'} was trained with 1; give --chunk_length 1" in error
 
 
 def test_it_starts_from_a_cloned_flow(tmp_path):
