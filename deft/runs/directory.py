@@ -133,6 +133,8 @@ def checkpoint_choice(path: str | Path, folder: Path) -> str:
     run = Path(path)
     if (run / checkpoint.MODEL).is_file():
         return "the checkpoint that was given"
+    if folder == run and (run / checkpoint.MODEL_SAFETENSORS).is_file():
+        return "the policy that was exported"
     if not (run / checkpoint.BEST).exists():
         return "the latest of the run: no evaluation during training has marked a best one"
     evaluations = logged_evaluations(run, checkpoint.step_of(folder))

@@ -11,7 +11,9 @@ import pytest
 from deft import PPOTrainer, RLConfig
 from deft.cli import main
 from deft.config.command_settings import CompareRunsConfig, PlayConfig
+from deft.config.deployment_settings import ExportConfig
 from deft.config.settings import EnvConfig, RunConfig
+from deft.deployment.export import export
 from deft.envs.make import make_vector_env
 from deft.errors import InputError
 from deft.evaluation.compare import compare_runs
@@ -56,6 +58,8 @@ def test_it_is_said_which_checkpoint_was_played_and_why(run, tmp_path):
     copied = tmp_path / "unmarked"
     shutil.copytree(run, copied, ignore=shutil.ignore_patterns("best"))
     assert evaluate_run(copied, episodes=1)["checkpoint_choice"].startswith("the latest of the run: no evaluation")
+    export(ExportConfig(path=str(run), out=str(tmp_path / "exported")))
+    assert evaluate_run(tmp_path / "exported", episodes=1)["checkpoint_choice"] == "the policy that was exported"
 
 
 def test_actions_are_the_likeliest_or_sampled_and_the_results_say_which(run, capsys):
