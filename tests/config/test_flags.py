@@ -21,6 +21,7 @@ def test_every_setting_has_one_flag_with_help(algorithm: str) -> None:
     if algorithm not in ("ppo", "grpo"):
         paths.remove("policy.normalize_reward")  # these algorithms never normalize rewards
     paths = {path for path in paths if not path.startswith("policy.actor")}  # comes with --model-path
+    paths -= {f"algorithm.cfg.{name}" for name in ALGORITHM_SETTINGS[algorithm].NOT_OFFERED}
     assert {flag.path for flag in flags} == paths
     assert len(flags) == len(paths)
     names = Counter(name for flag in flags for name in (flag.name, *flag.aliases))
