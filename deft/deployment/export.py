@@ -34,6 +34,7 @@ from deft.evaluation import evaluate
 from deft.evaluation.loaded_policy import LoadedPolicy, load_policy
 from deft.models.encoders import is_image
 from deft.models.policy import MODE
+from deft.runs import model_files
 from deft.runs.checkpoint import MODEL_SAFETENSORS, load_model
 from deft.runs.directory import CONFIG_FILE
 from deft.runs.policy_spaces import PolicySpaces
@@ -91,7 +92,7 @@ def export_safetensors(path: Path, policy: LoadedPolicy, folder: Path) -> dict[s
         raise InputError(f"{checkpoint}: does not record its spaces, since an earlier version saved it; train it again")
     weights = {name: tensor.clone().contiguous() for name, tensor in load_model(checkpoint).items()}
     save_file(weights, folder / MODEL_SAFETENSORS, {"format": "pt"})
-    write_config(config, folder / CONFIG_FILE)
+    write_config(model_files.export_files(config, folder), folder / CONFIG_FILE)
     recorded.write(folder)
     return {}
 

@@ -33,7 +33,7 @@ from deft.evaluation.rollouts import (
 from deft.evaluation.success import reward_interval, success_tables
 from deft.evaluation.video import write_video
 from deft.models.policy import Policy, members_of
-from deft.runs import checkpoint
+from deft.runs import checkpoint, model_files
 from deft.runs.compute import choose_device
 from deft.runs.directory import CONFIG_FILE, checkpoint_choice
 from deft.runs.logging import show_evaluation
@@ -259,7 +259,7 @@ def find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
 def _find_run(path: Path) -> tuple[Path, RunConfig | OfflineRunConfig]:
     files = [path / checkpoint.MODEL_SAFETENSORS, path / CONFIG_FILE]
     if all(map(os.path.isfile, files)):  # of `deft export`; False for a name that is too long
-        return path, load_config(path / CONFIG_FILE)
+        return path, model_files.find_files(load_config(path / CONFIG_FILE), path)
     folder = checkpoint.find_best(path)
     config_file = folder.parent / CONFIG_FILE
     if config_file.is_file():

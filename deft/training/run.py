@@ -30,7 +30,7 @@ from deft.models.privileged import public_space, with_critic_streams
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import find_vla_class
 from deft.models.vla.spec import OBJECT_POSITIONS, model_keywords
-from deft.runs import sharding
+from deft.runs import model_files, sharding
 from deft.runs.compute import choose_device, choose_online_device, log_device
 from deft.runs.directory import place_run, run_opener
 from deft.runs.logging import logged_from_start
@@ -177,7 +177,7 @@ def open_run(config: Any, subject: str, algorithm_class: Any, policy: Any) -> Op
     shards = sharding.should_shard(config.fsdp, config.algorithm.name, algorithm_class.can_shard, processes)
     if shards and getattr(config.algorithm.cfg, "compile", False):
         raise InputError(sharding.NOT_COMPILED)
-    config = use_policy_section(config, policy, resume_from)
+    config = model_files.with_absolute_paths(use_policy_section(config, policy, resume_from))
     seed_everything(config.seed)
     check_extras(config.logging)
     return OpenRun(config, algorithm_class, processes, device, resume_from, replaces, shards)

@@ -127,6 +127,12 @@ def load_vla_model_for(
     keywords = model_defaults(model_class, given, observation_space, action_space, chunk_length) | given
     if weights_follow:
         if as_vla_class(model_class).reads_folder and config.model_path is not None:
+            if not Path(config.model_path).exists():
+                raise InputError(
+                    f"policy.vla_config.model_path: the folder {config.model_path} does not exist; a run needs config "
+                    "and tokenizer of the model that it started from: put the folder back, or change model_path in the "
+                    "config.yaml of the run"
+                )
             keywords |= {"folder": config.model_path, "load_weights": False}
         return build_vla_model(model_class, keywords)
     return load_vla_model(config.model_path, model_class, keywords)

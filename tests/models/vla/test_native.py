@@ -2,16 +2,18 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from native_policies import FOLDERS, REACH, SETTINGS, STREAMS, acted, load, observations
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
-from deft import PPO, load_vla_model, schema
+from deft import PPO, load_policy, load_vla_model, schema
 from deft.config.algorithm_settings import PPOSettings
 from deft.errors import InputError
 from deft.models.inpainting import Inpainting
@@ -254,3 +256,32 @@ def test_a_run_resumes_exactly(name: str, tmp_path: Path, deft: Any) -> None:
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     first = torch.load(tmp_path / "parts" / "checkpoint-8" / "model.pt")
     assert any(not torch.equal(first[key], weights[0][key]) for key in first if "lora_" in key)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_an_export_contains_what_the_policy_is_rebuilt_from(name: str, tmp_path: Path, deft: Any) -> None:
+    FOLDERS[name](tmp_path / "policy", REACH)
+    model = {"model_class": name, "model_path": "policy", "model_config": SETTINGS[name]}
+    (tmp_path / "config.json").write_text(json.dumps({"policy": {"name": "vla", "vla_config": model}}))
+    world = ["--env", "reach", "--env-kwargs", "observation=vla", "image_size=16", "--chunk-length", 2]
+    short = ["--rollout-steps", 2, "--n-epochs", 1, "--batch-size", 2, "--eval-freq", 0, "--threads", 1, "--json"]
+    deft("train", "ppo", "--config", "config.json", *world, *short, "--output-dir", "run", "--total-timesteps", 4)
+    (tmp_path / "elsewhere").mkdir()
+    os.chdir(tmp_path / "elsewhere")  # the fixture `deft` restores the working directory
+    seen = {"rgb": np.full((3, 16, 16), 90, np.uint8), "proprio": np.ones(8, np.float32), "instruction": "reach"}
+    wanted = action_of("../run", seen)
+    deft("export", "../run", "--out", "exported", "--json")
+    (tmp_path / "policy").rename(tmp_path / "away")
+    with pytest.raises(InputError, match=f"the folder {tmp_path / 'policy'} does not exist; a run needs"):
+        load_policy("../run")
+    os.chdir(tmp_path)
+    np.testing.assert_array_equal(action_of("elsewhere/exported", seen), wanted)
+    copied = tmp_path / "elsewhere/exported/model_files/model_path"
+    assert {file.name for file in copied.iterdir()} == {file.name for file in (tmp_path / "away").iterdir()}
+    assert all(file.stat().st_size < 100 for file in copied.glob("model*.safetensors"))
+
+
+def action_of(run: str, seen: dict[str, Any]) -> np.ndarray:
+    policy = load_policy(run, device="cpu")
+    torch.manual_seed(0)
+    return policy.get_action(seen)
