@@ -312,8 +312,8 @@ class Policy(nn.Module):
     def _not_trainable(self, algorithm: str, trained: str, missing: str) -> Exception:
         return InputError(
             f"policy: {algorithm} trains {trained}, and {self.described} has {missing} (flow, diffusion and token "
-            "heads and switches have none): train it with ppo or grpo, from a flow or diffusion with dsrl, on a "
-            "dataset with iql or sft with --loss log_prob; or start from a policy with a Gaussian head"
+            "heads and switches have none): train it with ppo, grpo or dsrl (which needs a flow or diffusion head), on "
+            "a dataset with iql or sft with --loss log_prob; or start from a policy with a Gaussian head"
         )
 
     @property
