@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 CHUNK = 4  # env steps per decision, of every method
-ROUNDS = 25  # rollouts of a budget, at least
 FLOW, GAUSSIAN = "sft", "sft-gaussian"  # the policies that methods start from, by the names of their runs
 Words = list[object]
 
@@ -56,10 +55,14 @@ class Method(NamedTuple):
         return own if self.most is None else min(own, self.most)
 
 
+def rollout_steps(scale: Scale, num_envs: int, most: int, chunk: int = CHUNK) -> int:
+    """Decisions of an environment in rollouts of `most` env steps, or in shorter ones, at least 25 of a budget."""
+    return max(min(most, scale.budget // 25) // (num_envs * chunk), 2)
+
+
 def rounds(scale: Scale, num_envs: int, most: int, chunk: int = CHUNK) -> Words:
-    """Rollouts of `most` env steps, or shorter ones for a small budget: at least `ROUNDS` of them."""
-    steps = min(most, scale.budget // ROUNDS) // (num_envs * chunk)
-    return ["--num_envs", num_envs, "--rollout_steps", max(steps, 2)]
+    """The environments and the length of rollouts."""
+    return ["--num_envs", num_envs, "--rollout_steps", rollout_steps(scale, num_envs, most, chunk)]
 
 
 def updates_per_step(scale: Scale) -> float:
@@ -162,8 +165,7 @@ def dagger(scale: Scale) -> Words:
     # With 200 updates in rounds of 1,450 env steps it reached 76 %, with 1,000 updates 87 %; with images they take
     # longer.
     num_envs, most = 16, 4096
-    round_steps = min(most, scale.budget // ROUNDS) // num_envs * num_envs
-    updates = 200 if scale.has_images else max(1, round(0.7 * round_steps))
+    updates = 200 if scale.has_images else round(0.7 * num_envs * rollout_steps(scale, num_envs, most, chunk=1))
     words = [*rounds(scale, num_envs, most, chunk=1), "--updates_per_round", updates]
     words += ["--expert_finishes", "--initial_beta", 0.15, "--beta", 1]
     return [*words, "--batch_size", 256, "--learning_rate", 3e-4, "--no-record"]
