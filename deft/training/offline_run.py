@@ -34,7 +34,6 @@ from deft.runs.logging import logged_from_start
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.random_state import EVALUATION_SEED
 from deft.training.evaluator import Evaluator, check_space
-from deft.training.handover import check_fixed_settings
 from deft.training.offline import OfflineSpec, OfflineTrainer
 from deft.training.run import open_run, run_trainer
 from deft.training.validation import hold_out
@@ -68,7 +67,6 @@ def build_offline_trainer(
     run = open_run(config, subject, OFFLINE_ALGORITHMS[config.algorithm.name], policy)
     config, processes, device = run.config, run.processes, run.device
     log_device(config.device, device, "the updates of offline training do not wait for environments")
-    check_fixed_settings(config, run.resume_from or config.model_path)
     if dataset is None:
         assert config.dataset.path is not None
         source = config.dataset

@@ -178,6 +178,7 @@ def open_run(config: Any, subject: str, algorithm_class: Any, policy: Any) -> Op
     if shards and getattr(config.algorithm.cfg, "compile", False):
         raise InputError(sharding.NOT_COMPILED)
     config = model_files.with_absolute_paths(use_policy_section(config, policy, resume_from))
+    check_fixed_settings(config, resume_from or config.model_path)
     seed_everything(config.seed)
     check_extras(config.logging)
     return OpenRun(config, algorithm_class, processes, device, resume_from, replaces, shards)
@@ -197,12 +198,15 @@ def build_trainer(
     """
     run = open_run(config, config.env.id, ONLINE_ALGORITHMS[config.algorithm.name], policy)
     config, processes = run.config, run.processes
-    check_fixed_settings(config, run.resume_from or config.model_path)
     is_asynchronous = config.cluster.collectors == "ray" and config.trainer.max_staleness > 0
     uses_replay = config.algorithm.cfg.LEARNS_FROM == "replay"
     if processes.count > 1 and is_asynchronous and uses_replay:
         name = config.algorithm.name.upper()
         raise InputError(f"max_staleness: {name} in several processes cannot collect during updates; use 0")
+    if config.reward_model is not None and not run.algorithm_class.reads_reward:
+        raise InputError(f"reward_model: {config.algorithm.name} learns from no reward; leave it out")
+    if config.reward_model is not None and config.cluster.collectors == "ray":
+        raise InputError("reward_model: Ray workers do not evaluate it; use collectors 'here'")
     fresh_policy = policy is None and config.model_path is None
     chunk_length: int = getattr(policy, "chunk_length", config.policy.chunk_length)
     if uses_replay and chunk_length > 1 and not run.algorithm_class.takes_chunks:
@@ -234,10 +238,6 @@ def build_trainer(
         eval_env = eval_env or (lambda: weigh(rename(make_another(env), names), weights))
         video_env = lambda: rename(make_another(env, render_mode="rgb_array"), names)  # noqa: E731
     try:
-        if config.reward_model is not None and not run.algorithm_class.reads_reward:
-            raise InputError(f"reward_model: {config.algorithm.name} learns from no reward; leave it out")
-        if config.reward_model is not None and config.cluster.collectors == "ray":
-            raise InputError("reward_model: Ray workers do not evaluate it; use collectors 'here'")
         vector_env = with_reward_model(vector_env, config.reward_model, run.device)
         where = f"environment {config.env.id}" if env is None else "the environment"
         action = vector_env.action_space
