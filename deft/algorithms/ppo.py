@@ -24,13 +24,15 @@ from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.experience import Rollouts
 from deft.algorithms.policy_gradient import OLD_LOG_PROB, Epochs, PolicyGradient, approximate_kl, cut_sequences
 from deft.algorithms.returns import generalized_advantage, next_values, returns_so_far
+from deft.algorithms.self_imitation import SelfImitation
 from deft.algorithms.value_history import ValueHistory
 from deft.config.algorithm_settings import PPOSettings
-from deft.errors import InputError
+from deft.errors import InputError, Stopped
 from deft.models.policy import Policy
 
 log = logging.getLogger(__name__)
 BEHAVIOR_WEIGHT = "behavior_weight"
+IMITATED = "imitated"  # of a minibatch: as many decisions of the memory of `self_imitation_coef`
 # Rollouts up to this size are shuffled whole, once an epoch; larger ones (images) minibatch by minibatch.
 SHUFFLE_WHOLE_BYTES = 64 * 2**20
 
@@ -58,6 +60,9 @@ class PPO(PolicyGradient):
         if self.settings.value_updates:
             given = self.settings.value_updates, self.settings.gae_lambda, seed
             self.value_history = ValueHistory(policy, *given, captures=self._captured is not None)
+        self.self_imitation = None
+        if self.settings.self_imitation_coef:
+            self.self_imitation = SelfImitation(policy, self.settings.self_imitation_return, seed)
         policy.reparameterizes = self.action_critic is not None
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
@@ -66,8 +71,8 @@ class PPO(PolicyGradient):
 
     @property
     def experience(self) -> Rollouts:
-        """Rollouts, which `value_updates` joins in time."""
-        return Rollouts(consecutive=self.value_history is not None)
+        """Rollouts, which `value_updates` and `self_imitation_coef` join in time."""
+        return Rollouts(consecutive=self.value_history is not None or self.self_imitation is not None)
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """One rollout [T, N], several epochs of minibatches."""
@@ -83,7 +88,7 @@ class PPO(PolicyGradient):
             self.settings.n_epochs,
             partial(self._order, rollout),
             partial(self._parts, rollout),
-            self._captured_step,
+            self._step_with_memory,
             self._kl_too_large,
             self._stops,
         ):
@@ -113,6 +118,8 @@ class PPO(PolicyGradient):
             assert epochs.data is not None
             self.action_critic.processes = self.processes
             epochs.kept |= self.action_critic.learn(epochs.data)
+        if self.self_imitation is not None:
+            epochs.kept |= self.self_imitation.metrics()
         return epochs
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,6 +130,7 @@ class PPO(PolicyGradient):
             "running_return": None if carried is None else carried.cpu(),
             "action_critic": own,
             "value_history": None if self.value_history is None else self.value_history.state_dict(),
+            "self_imitation": None if self.self_imitation is None else self.self_imitation.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -132,6 +140,7 @@ class PPO(PolicyGradient):
         for setting, name, part in (
             ("action_critic_coef", "action_critic", self.action_critic),
             ("value_updates", "value_history", self.value_history),
+            ("self_imitation_coef", "self_imitation", self.self_imitation),
         ):
             saved = state.get(name)
             check_resumed(setting, part, saved)
@@ -170,6 +179,8 @@ class PPO(PolicyGradient):
         else:
             self.value_history.processes = self.processes
             advantage, value = self.value_history.learn(rollout, steps)
+        if self.self_imitation is not None:
+            self.self_imitation.remember(rollout, steps)
         result = TensorDict(dict(rollout.items()), batch_size=rollout.batch_size)
         result[schema.ADVANTAGE] = advantage
         result[schema.VALUE_TARGET] = advantage + value
@@ -288,6 +299,21 @@ class PPO(PolicyGradient):
 
     # -- one gradient step ---------------------------------------------------------------------------------------------
 
+    def _step_with_memory(self, minibatch: TensorDictBase) -> Metrics:
+        """A step on a minibatch and on as many decisions of the policy's own successes."""
+        memory = self.self_imitation
+        if memory is None or self._warms_up:
+            return self._captured_step(minibatch)
+        before = memory.generator.get_state()
+        imitated = memory.draw(len(minibatch))
+        if imitated is not None:
+            minibatch = minibatch.copy().set(IMITATED, imitated)
+        try:
+            return self._captured_step(minibatch)
+        except Stopped:  # the step is repeated
+            memory.generator.set_state(before)
+            raise
+
     def _step(self, minibatch: TensorDictBase) -> Metrics:
         if self.settings.gradient_accumulation > 1 and minibatch.numel() > 1:
             self._scale = self._std_mean(minibatch[schema.ADVANTAGE])
@@ -326,7 +352,15 @@ class PPO(PolicyGradient):
                 loss = torch.sub(loss, better * is_near, alpha=settings.action_critic_coef)
             if settings.entropy_coef:
                 loss = torch.sub(loss, scored["entropy"], alpha=settings.entropy_coef)
-        return loss.mean(), {
+        loss, imitated = loss.mean(), {}
+        if self.self_imitation is not None:
+            imitated["self_imitation_loss"] = torch.zeros_like(loss)
+            if IMITATED in minibatch.keys():
+                imitation = self.self_imitation.loss(minibatch[IMITATED])
+                loss = torch.add(loss, imitation, alpha=settings.self_imitation_coef)
+                imitated["self_imitation_loss"] = imitation.detach()
+        return loss, {
+            **imitated,
             "policy_loss": -self._over_tokens(torch.minimum(plain, clipped)),
             "value_loss": 0.5 * error.detach(),
             "entropy": scored["entropy"].detach(),
@@ -391,7 +425,8 @@ class PPO(PolicyGradient):
     def _metrics(self, losses: list[Metrics], first_of_last_epoch: int, rollout: TensorDict, stopped: bool) -> Metrics:
         """Means over all minibatches; KL and clip fraction over the last epoch, when the policy has moved furthest."""
         last = losses[first_of_last_epoch:]
-        metrics = self._mean_losses(losses, ("policy_loss", "value_loss", "entropy", "grad_norm"))
+        imitated = [] if self.self_imitation is None else ["self_imitation_loss"]
+        metrics = self._mean_losses(losses, ("policy_loss", "value_loss", "entropy", "grad_norm", *imitated))
         metrics["loss"] = (
             metrics["policy_loss"]
             + self.settings.value_coef * metrics["value_loss"]

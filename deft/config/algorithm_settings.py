@@ -77,6 +77,10 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """Weight of the gradient of a critic of actions that reads the streams of `critic_observation`; 0: none."""
     value_updates: NonNegativeInt = 0
     """Further gradient steps of the value of `critic_observation` for each rollout, on the last rollouts; 0: none."""
+    self_imitation_coef: NonNegative = 0.0
+    """Weight of the imitation of the policy's own episodes whose return was larger than expected; 0: none."""
+    self_imitation_return: Number | None = None
+    """Smallest sum of rewards of an episode that is imitated; None: any."""
     denoising_discount: Fraction = 1.0
     """With `ratio token`: discount of the advantage for each denoising step before the last one (DPPO)."""
 
@@ -86,6 +90,8 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
             raise ValueError("denoising_discount: weighs single denoising steps; give ratio token")
         if self.action_critic_coef and self.ratio == "token":
             raise ValueError("action_critic_coef: needs ratio step")
+        if self.self_imitation_return is not None and not self.self_imitation_coef:
+            raise ValueError("self_imitation_return: nothing is imitated; give self_imitation_coef")
         return self
 
 
