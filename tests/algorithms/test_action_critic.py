@@ -1,4 +1,4 @@
-"""The critic of actions: what it predicts, where its gradient goes, and that PPO learns by it and resumes with it."""
+"""The critic of actions: what it predicts, where its gradient goes, and that PPO and GRPO learn and resume with it."""
 
 import copy
 from typing import Any
@@ -10,11 +10,12 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from deft import PPOTrainer, RLConfig, schema
+from deft import GRPOTrainer, PPOTrainer, RLConfig, schema
 from deft.algorithms import action_critic
 from deft.algorithms.action_critic import ActionCritic
+from deft.algorithms.grpo import DEVIATION, GRPO, OLD_LOG_PROB
 from deft.algorithms.ppo import PPO
-from deft.config.algorithm_settings import PPOSettings
+from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.actor_critic import ActorCritic
