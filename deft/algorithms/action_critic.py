@@ -1,6 +1,6 @@
-"""A critic of actions beside PPO: A(s, a) of the privileged streams, whose gradient trains the policy.
+"""A critic of actions beside PPO and GRPO: A(s, a) of the privileged streams, whose gradient trains the policy.
 
-PPO's own gradient multiplies the noise of an action by its advantage. One number says little about the 16 of a chunk,
+Their own gradient multiplies the noise of an action by its advantage. One number says little about the 16 of a chunk,
 and a vision encoder that learns from it needs tens of millions of frames. The critic reads a small vector that
 describes the scene (`critic_observation`), so it soon predicts which actions are good there. Its gradient by the action
 then says for each frame where a better action lies: interpolated policy gradients (Gu et al., 2017) with an asymmetric
@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
+from deft.algorithms.optimization import SharedTraining
 from deft.algorithms.privileged_training import PrivilegedTraining
 from deft.errors import InputError
 from deft.models.mlp import BatchedMLP
@@ -34,7 +35,7 @@ LARGEST_ADVANTAGE = 5.0  # in standard deviations; larger ones are clipped
 class ActionCritic(PrivilegedTraining):
     """A = mean_i f_i(s, a), trained by the mean of (f_i(s, a) − Â)² over the last rollouts.
 
-    Â = (GAE − mean) / deviation, of the rollout that a transition belongs to.
+    Â = (advantage − mean) / deviation, of the rollout, or the iteration of groups, that a transition belongs to.
     """
 
     def __init__(self, policy: Policy, seed: int, captures: bool = False) -> None:
@@ -76,10 +77,19 @@ class ActionCritic(PrivilegedTraining):
             values = self._outputs(repeated, others.flatten(0, 1), frozen=True).mean(0).view_as(probabilities)
         return found + (probabilities * values).sum(1)
 
-    def learn(self, rollout: TensorDictBase) -> dict[str, Tensor]:
-        """Add a rollout [T, N] with advantages and train; return how well they were predicted before."""
-        streams = [(schema.OBSERVATION, name) for name in self.encoder.names]  # without images
-        rows = rollout.select(*streams, schema.ACTION, schema.ADVANTAGE).flatten(0, 1).to(self.device)
+    def columns(self, rollout: TensorDictBase) -> TensorDictBase:
+        """What it learns from beside the advantages: actions and the streams that it reads, without images."""
+        return rollout.select(*((schema.OBSERVATION, name) for name in self.encoder.names), schema.ACTION)
+
+    def learn(
+        self, rollout: TensorDictBase, num_updates: int | None = None, processes: SharedTraining | None = None
+    ) -> dict[str, Tensor]:
+        """Add a rollout with advantages and train; return how well they were predicted before.
+
+        `num_updates`: gradient steps, by default `NUM_UPDATES`; all `processes` must take as many.
+        """
+        self.processes = processes
+        rows = self.columns(rollout).set(schema.ADVANTAGE, rollout[schema.ADVANTAGE]).reshape(-1).to(self.device)
         with torch.no_grad():
             deviation, mean = torch.std_mean(rows[schema.ADVANTAGE])
             advantage = (rows[schema.ADVANTAGE] - mean) / (deviation + 1e-8)
@@ -91,7 +101,7 @@ class ActionCritic(PrivilegedTraining):
         self.rollouts = [*self.rollouts, (features, unit, advantage)][-NUM_ROLLOUTS:]
         columns = [torch.cat(parts) for parts in zip(*self.rollouts, strict=True)]
         transitions = TensorDict(dict(zip(COLUMNS, columns, strict=True)), batch_size=[len(columns[0])])
-        loss = self._train(transitions, NUM_UPDATES, BATCH_SIZE)
+        loss = self._train(transitions, NUM_UPDATES if num_updates is None else num_updates, BATCH_SIZE)
         return {"action_critic_loss": loss, "action_critic_correlation": correlation}
 
     def _outputs(self, features: Tensor, unit: Tensor, frozen: bool) -> Tensor:

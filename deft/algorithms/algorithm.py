@@ -44,8 +44,6 @@ class Algorithm:
     """Whether an algorithm with a replay buffer learns from action chunks as it does from single steps."""
     vla_settings: ClassVar[Mapping[str, Any]] = {}
     """Fields of `PolicyConfig` that it requires of a VLA policy from another run."""
-    reads_critic_observation: ClassVar[bool] = False
-    """Whether it trains a value function that may read the streams of `critic_observation`."""
     policy_settings: ClassVar[Mapping[str, Any]] = {}
     """Sections of `PolicyConfig` that it requires of every policy, if they are not given."""
     warmup_setting: ClassVar[str] = ""
@@ -89,6 +87,11 @@ class Algorithm:
     def judged_by_critics(cls, settings: Any) -> str:
         """Return what its critics are functions of, beside the observation: critics of other things are not loaded."""
         return "actions"
+
+    @classmethod
+    def reads_critic_observation(cls, settings: Any) -> bool:
+        """Return whether it trains a network that may read the streams of `critic_observation`."""
+        return False
 
     @property
     def experience(self) -> Experience:

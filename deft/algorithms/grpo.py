@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from deft import schema
+from deft.algorithms import action_critic
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.experience import Groups
 from deft.algorithms.policy_gradient import (
@@ -34,6 +35,7 @@ from deft.models.targets import frozen_copy, soft_update
 
 log = logging.getLogger(__name__)
 REFERENCE_LOG_PROB = "reference_log_prob"
+DEVIATION = "advantage_deviation"  # of the iteration, the same for every step
 EPSILON = 1e-8
 SMALLEST_SPREAD = 1e-6  # standard deviations below this, beside the size of the returns, are rounding
 LARGEST_LOG_RATIO = 20.0  # to the reference; beyond it exp() would be all of the loss
@@ -44,6 +46,10 @@ class GRPO(PolicyGradient):
 
     r = π_θ / π_old; A = (R − mean) / std over the group; KL by the estimator k3 = π_ref/π_θ − log(π_ref/π_θ) − 1. The
     expectation is over all steps that belong to an episode. The policy's value, where it has one, is left alone.
+
+    With `action_critic_coef` c there is a further term − c σ E[ improvement ], of the actions whose r is not clipped.
+    `ActionCritic.improvement` is in standard deviations of A, and σ is that of the real steps of the iteration. The
+    advantages of PPO have deviation 1; the factor σ gives c the same meaning here, in whatever unit A is.
     """
 
     name = "grpo"
@@ -58,6 +64,11 @@ class GRPO(PolicyGradient):
         super().__init__(policy, settings, seed)
         self.reward_terms: tuple[str, ...] = ()
         """Names of the reward's terms, where the environment has any; see `set_reward_terms`."""
+
+    @classmethod
+    def reads_critic_observation(cls, settings: Any) -> bool:
+        """With a critic of actions, which is the only network beside the policy that it trains."""
+        return settings.action_critic_coef > 0
 
     @property
     def experience(self) -> Groups:
@@ -110,7 +121,12 @@ class GRPO(PolicyGradient):
         for number, rollout in enumerate(rounds):
             kept[f"observed {number}"] = rollout.select(schema.OBSERVATION)[rollout[schema.STEP_MASK]]
         waits = self.version < self.settings.auxiliary_warmup
-        return Epochs(None if waits else self._training_steps(rounds, advantages), kept=kept)
+        data = None if waits else self._training_steps(rounds, advantages)
+        if self.action_critic is not None:
+            deviation = self._learn_actions(rounds, advantages, kept)
+            if data is not None:
+                data[DEVIATION] = deviation.to(data[schema.ADVANTAGE]).expand(data.batch_size).clone()
+        return Epochs(data, kept=kept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the shared state and the reference's weights."""
@@ -172,6 +188,30 @@ class GRPO(PolicyGradient):
     def _has_spread(self, advantage: Tensor) -> Tensor:
         """Which groups have members that did better than others, bool [groups]."""
         return (advantage != 0).any(0).reshape(-1, self.settings.group_size).any(1)
+
+    # -- the critic of actions -----------------------------------------------------------------------------------------
+
+    def _learn_actions(self, rounds: list[TensorDictBase], advantages: list[Tensor], kept: dict[str, Any]) -> Tensor:
+        """Train the critic of actions on all real steps; return the deviation of their advantages, over all processes.
+
+        Groups without a spread are among them: no action was better there. Its metrics are added to `kept`.
+        """
+        critic = self.action_critic
+        assert critic is not None
+        steps: Any = torch.cat(
+            [
+                critic.columns(rollout).set(schema.ADVANTAGE, advantage)[rollout[schema.STEP_MASK]]
+                for rollout, advantage in zip(rounds, advantages, strict=True)
+            ]
+        )
+        most, fewest = int(self._maximum(len(steps))), -int(self._maximum(-len(steps)))
+        if most == 0:  # all episodes were lost
+            return torch.zeros(())
+        if fewest > 0:  # processes take as many gradient steps as each other, and each needs data of its own
+            self.observe_critic([steps[schema.OBSERVATION].to(self.device)])  # before its first features
+            batches = -(-most // action_critic.BATCH_SIZE)  # an iteration is as much as many short rollouts
+            kept |= critic.learn(steps, batches * action_critic.NUM_UPDATES, self.processes)
+        return self._std_mean(steps[schema.ADVANTAGE])[0]
 
     # -- what is trained on --------------------------------------------------------------------------------------------
 
@@ -277,13 +317,17 @@ class GRPO(PolicyGradient):
         if self.reference is not None:
             kl = (weight * k3(log_prob, minibatch[REFERENCE_LOG_PROB])).sum()
             loss = loss + settings.kl_coef * kl
+        reported = loss.detach()  # as in PPO without the critic of actions: A(s, a) has no lower bound
+        if self.action_critic is not None:
+            better = self._improvement(scored, minibatch, ratio.detach() == clipped.detach())
+            loss = loss - settings.action_critic_coef * (weight * minibatch[DEVIATION] * better).sum()
         # Only sequences have steps outside of the mask; to select them waits for the GPU.
         real: Any = mask if self.policy.recurrent else ...
         return loss, {
             "policy_loss": policy_loss.detach(),
             "kl": kl.detach(),
             "entropy": entropy.detach(),
-            "loss": loss.detach(),
+            "loss": reported,
             "log_ratio": log_ratio.detach()[real],
             "is_clipped": (ratio != clipped).detach()[real],
         }

@@ -168,7 +168,6 @@ class OffPolicy(ActorAlgorithm):
     no parameter, so each gets the gradient that it would get alone.
     """
 
-    reads_critic_observation: ClassVar[bool] = True
     settings: OffPolicySettings
 
     def __init__(self, policy: Policy, settings: OffPolicySettings, seed: int = 0) -> None:
@@ -186,6 +185,11 @@ class OffPolicy(ActorAlgorithm):
         self.critics = self._make_critics(policy, settings)
         self.critic_optimizer = self._optimizer(self._critic_trains(), settings.learning_rate)
         self._policy_metrics: Metrics = {}  # of the latest policy update, which following critic updates report too
+
+    @classmethod
+    def reads_critic_observation(cls, settings: Any) -> bool:
+        """True: its critics may read the streams of `critic_observation`."""
+        return True
 
     @property
     def critic_action_dim(self) -> int:

@@ -12,7 +12,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from deft import schema
 from deft.algorithms import optimization
+from deft.algorithms.action_critic import ActionCritic
 from deft.algorithms.algorithm import Algorithm, Metrics
 from deft.algorithms.auxiliary import check_resumed, make_auxiliary
 from deft.algorithms.captured_step import CapturedStep, can_capture
@@ -134,6 +136,10 @@ class PolicyGradient(Algorithm):
         self._captured = CapturedStep(self._step) if can_capture(policy, settings, self._compiles) else None
         self.optimizer = self._make_optimizer()
         self.learning_rate = settings.learning_rate
+        self.action_critic = (
+            ActionCritic(policy, seed, self._captured is not None) if settings.action_critic_coef else None
+        )
+        policy.reparameterizes = self.action_critic is not None
         self.generator = torch.Generator().manual_seed(seed)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -177,12 +183,14 @@ class PolicyGradient(Algorithm):
             "version": self.version,
             "frozen_statistics": frozen_statistics(self.policy),
             "auxiliary": None if self.auxiliary is None else optimization.optimizer_state(self.auxiliary.optimizer),
+            "action_critic": None if self.action_critic is None else self.action_critic.state_dict(),
             "unfinished": None if self.unfinished is None else self.unfinished.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned. The learning rate comes from the settings unless it adapts itself."""
         check_resumed("auxiliary_learning_rate", self.auxiliary, state.get("auxiliary"))
+        check_resumed("action_critic_coef", self.action_critic, state.get("action_critic"))
         optimization.load_optimizer_state(self.optimizer, state["optimizer"])
         adapted = self.settings.learning_rate
         if self.settings.learning_rate_schedule == "adaptive":  # the last version stored it with the optimizer
@@ -195,6 +203,8 @@ class PolicyGradient(Algorithm):
         self.unfinished = None if unfinished is None else Epochs.from_state(unfinished, self.device)
         if self.auxiliary is not None:
             optimization.load_optimizer_state(self.auxiliary.optimizer, state["auxiliary"])
+        if self.action_critic is not None:
+            self.action_critic.load_state_dict(state["action_critic"])
 
     # -- learning rate -------------------------------------------------------------------------------------------------
 
@@ -256,6 +266,24 @@ class PolicyGradient(Algorithm):
                 "here: use ratio 'step'"
             )
         return scored["token_log_prob"]
+
+    def _improvement(self, scored: dict[str, Tensor], minibatch: TensorDictBase, is_near: Tensor) -> Tensor:
+        """What the critic of actions predicts, [B], in standard deviations of the advantage; 0 unless `is_near`.
+
+        `is_near`: which actions have a probability that has changed by at most the clip range, bool [B].
+        """
+        assert self.action_critic is not None
+        return self.action_critic.improvement(minibatch[schema.OBSERVATION], scored) * is_near
+
+    def _std_mean(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Return deviation and mean of advantages over all processes."""
+        if self.processes is None:
+            return torch.std_mean(advantage)
+        # n, Σx and, around the common mean, Σ(x − mean)²
+        sums = self.processes.sum(torch.stack([advantage.new_tensor(advantage.numel()), advantage.sum()]).double())
+        mean = sums[1] / sums[0]
+        squares = self.processes.sum((advantage.double() - mean).square().sum())
+        return (squares / (sums[0] - 1)).sqrt().to(advantage), mean.to(advantage)
 
     def _weight(self, part: TensorDictBase, minibatch: TensorDictBase) -> Tensor | float:
         """Return the share of a minibatch's mean that a part of it has."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from deft import schema
 from deft.algorithms import optimization
-from deft.algorithms.action_critic import ActionCritic
 from deft.algorithms.algorithm import Metrics
 from deft.algorithms.auxiliary import check_resumed
 from deft.algorithms.experience import Rollouts
@@ -46,16 +45,12 @@ class PPO(PolicyGradient):
 
     name = "ppo"
     can_shard: ClassVar[bool] = True
-    reads_critic_observation: ClassVar[bool] = True
     warmup_setting = "value_warmup"
     settings: PPOSettings
 
     def __init__(self, policy: Policy, settings: PPOSettings | None = None, seed: int = 0) -> None:
         super().__init__(policy, settings or PPOSettings(), seed)
         self._held = self._held_in_warmup() if self.settings.value_warmup else []
-        self.action_critic = (
-            ActionCritic(policy, seed, self._captured is not None) if self.settings.action_critic_coef else None
-        )
         self.value_history = None
         if self.settings.value_updates:
             given = self.settings.value_updates, self.settings.gae_lambda, seed
@@ -63,11 +58,15 @@ class PPO(PolicyGradient):
         self.self_imitation = None
         if self.settings.self_imitation_coef:
             self.self_imitation = SelfImitation(policy, self.settings.self_imitation_return, seed)
-        policy.reparameterizes = self.action_critic is not None
         self._warned_lengths: set[int] = set()
         self._scale: tuple[Tensor, Tensor] | None = None  # of a minibatch's advantages, while it is taken in parts
         self.running_return: Tensor | None = None  # [N], carried from rollout to rollout for reward normalisation
         self._evaluate = torch.compile(policy.evaluate_actions) if self.settings.compile else policy.evaluate_actions
+
+    @classmethod
+    def reads_critic_observation(cls, settings: Any) -> bool:
+        """True: its value function may read the streams of `critic_observation`."""
+        return True
 
     @property
     def experience(self) -> Rollouts:
@@ -116,8 +115,7 @@ class PPO(PolicyGradient):
             epochs.kept["value_history_loss"] = self.value_history.loss
         if self.action_critic is not None:
             assert epochs.data is not None
-            self.action_critic.processes = self.processes
-            epochs.kept |= self.action_critic.learn(epochs.data)
+            epochs.kept |= self.action_critic.learn(epochs.data, processes=self.processes)
         if self.self_imitation is not None:
             epochs.kept |= self.self_imitation.metrics()
         return epochs
@@ -125,10 +123,8 @@ class PPO(PolicyGradient):
     def state_dict(self) -> dict[str, Any]:
         """Return the shared state and the carried returns."""
         carried = self.running_return
-        own = None if self.action_critic is None else self.action_critic.state_dict()
         return super().state_dict() | {
             "running_return": None if carried is None else carried.cpu(),
-            "action_critic": own,
             "value_history": None if self.value_history is None else self.value_history.state_dict(),
             "self_imitation": None if self.self_imitation is None else self.self_imitation.state_dict(),
         }
@@ -138,7 +134,6 @@ class PPO(PolicyGradient):
         super().load_state_dict(state)
         self.running_return = state["running_return"]
         for setting, name, part in (
-            ("action_critic_coef", "action_critic", self.action_critic),
             ("value_updates", "value_history", self.value_history),
             ("self_imitation_coef", "self_imitation", self.self_imitation),
         ):
@@ -346,16 +341,15 @@ class PPO(PolicyGradient):
         if not self._warms_up:
             # The gradient of min(r A, clip(r) A) is that of r A where that is the smaller one, and 0 elsewhere.
             loss = loss - self._over_tokens(ratio * (advantage * (plain <= clipped)))
-            if self.action_critic is not None:  # for actions whose probability has moved little
-                better = self.action_critic.improvement(minibatch[schema.OBSERVATION], scored)
-                is_near = (found - 1).abs() <= settings.clip_range
-                loss = torch.sub(loss, better * is_near, alpha=settings.action_critic_coef)
+            if self.action_critic is not None:
+                better = self._improvement(scored, minibatch, (found - 1).abs() <= settings.clip_range)
+                loss = torch.sub(loss, better, alpha=settings.action_critic_coef)
             if settings.entropy_coef:
                 loss = torch.sub(loss, scored["entropy"], alpha=settings.entropy_coef)
         loss, imitated = loss.mean(), {}
         if self.self_imitation is not None:
             imitated["self_imitation_loss"] = torch.zeros_like(loss)
-            if IMITATED in minibatch.keys():
+            if minibatch.get(IMITATED, None) is not None:
                 imitation = self.self_imitation.loss(minibatch[IMITATED])
                 loss = torch.add(loss, imitation, alpha=settings.self_imitation_coef)
                 imitated["self_imitation_loss"] = imitation.detach()
@@ -387,16 +381,6 @@ class PPO(PolicyGradient):
             return error
         old = minibatch[schema.VALUE]
         return torch.maximum(error, (old + (value - old).clamp(-limit, limit) - target).square())
-
-    def _std_mean(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """Return deviation and mean of a minibatch over all processes."""
-        if self.processes is None:
-            return torch.std_mean(advantage)
-        # n, Σx and, around the common mean, Σ(x − mean)²
-        sums = self.processes.sum(torch.stack([advantage.new_tensor(advantage.numel()), advantage.sum()]).double())
-        mean = sums[1] / sums[0]
-        squares = self.processes.sum((advantage.double() - mean).square().sum())
-        return (squares / (sums[0] - 1)).sqrt().to(advantage), mean.to(advantage)
 
     def _mean_kl(self, losses: list[Metrics]) -> Tensor:
         """`approximate_kl` over all processes, which decide by it alike."""

@@ -1,4 +1,4 @@
-"""Training of networks that read the streams of `critic_observation`, beside PPO and on the last of its rollouts."""
+"""Training of networks that read the streams of `critic_observation`, beside PPO or GRPO and on the last rollouts."""
 
 from __future__ import annotations
 

@@ -53,10 +53,18 @@ class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.M
     """Initial learning rate of the auxiliary loss (object positions of `vla-tiny`, from labels); 0: none."""
     auxiliary_epochs: Count = 1
     """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
+    action_critic_coef: NonNegative = 0.0
+    """Weight of the gradient of a critic of actions that reads the streams of `critic_observation`; 0: none."""
     precision: groups.Precision = "fp32"
     """Number format of products; `bf16`: the image layers of `vla-tiny` alone; `tf32` is for GPUs."""
     capture: Literal["auto", "on", "off"] = "auto"
     """Capture gradient steps as CUDA graphs and replay them; `auto`: on a GPU, for policies known to allow it."""
+
+    @model_validator(mode="after")
+    def _judges_whole_actions(self) -> RolloutSettings:
+        if self.action_critic_coef and self.ratio == "token":
+            raise ValueError("action_critic_coef: needs ratio step")
+        return self
 
 
 @settings
@@ -73,8 +81,6 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """KL divergence per update of the adaptive schedule."""
     behavior_weight_cap: Positive = 5.0
     """Largest importance weight of a transition collected by an older policy (VLA mode)."""
-    action_critic_coef: NonNegative = 0.0
-    """Weight of the gradient of a critic of actions that reads the streams of `critic_observation`; 0: none."""
     value_updates: NonNegativeInt = 0
     """Further gradient steps of the value of `critic_observation` for each rollout, on the last rollouts; 0: none."""
     self_imitation_coef: NonNegative = 0.0
@@ -88,8 +94,6 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     def _fits_the_ratio(self) -> PPOSettings:
         if self.denoising_discount != 1 and self.ratio != "token":
             raise ValueError("denoising_discount: weighs single denoising steps; give ratio token")
-        if self.action_critic_coef and self.ratio == "token":
-            raise ValueError("action_critic_coef: needs ratio step")
         if self.self_imitation_return is not None and not self.self_imitation_coef:
             raise ValueError("self_imitation_return: nothing is imitated; give self_imitation_coef")
         return self

@@ -59,7 +59,7 @@ def _with_policy_section(config: AnyConfig, policy: Any, resume_from: Path | Non
     _check_chunk_length(config, theirs)
     default, section = to_dict(type(own)()), to_dict(theirs)
     changed = {name: value for name, value in to_dict(own).items() if value != default[name]}
-    if not kind.reads_critic_observation:
+    if not kind.reads_critic_observation(config.algorithm.cfg):
         section["critic_observation"] = default["critic_observation"]
     if theirs.vla_config is not None:
         changed.pop("chunk_length", None)

@@ -88,10 +88,12 @@ class OpenRun:
         `given` is the observation space of `where`, an environment or a dataset.
         """
         names, name = tuple(self.config.policy.critic_observation), self.algorithm_class.name
-        if names and not self.algorithm_class.reads_critic_observation:
+        cfg = self.config.algorithm.cfg
+        if names and not self.algorithm_class.reads_critic_observation(cfg):
+            advice = "give action_critic_coef, or " if hasattr(cfg, "action_critic_coef") else ""
             raise InputError(
                 f"critic_observation {' '.join(names)}: {name} trains no value function that reads privileged streams; "
-                "leave it out"
+                f"{advice}leave it out"
             )
         if isinstance(policy, Policy) and policy.critic_streams != names:
             raise InputError(

@@ -1,4 +1,4 @@
-"""The critic of actions: what it predicts, where its gradient goes, and that PPO learns by it and resumes with it."""
+"""The critic of actions: what it predicts, where its gradient goes, and that PPO and GRPO learn and resume with it."""
 
 import copy
 from typing import Any
@@ -10,11 +10,12 @@ import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from deft import PPOTrainer, RLConfig, schema
+from deft import GRPOTrainer, PPOTrainer, RLConfig, schema
 from deft.algorithms import action_critic
 from deft.algorithms.action_critic import ActionCritic
+from deft.algorithms.grpo import DEVIATION, GRPO, OLD_LOG_PROB
 from deft.algorithms.ppo import PPO
-from deft.config.algorithm_settings import PPOSettings
+from deft.config.algorithm_settings import GRPOSettings, PPOSettings
 from deft.config.settings import PolicyConfig
 from deft.errors import InputError
 from deft.models.actor_critic import ActorCritic
@@ -240,6 +241,226 @@ def test_what_it_cannot_do_is_said_in_one_line() -> None:
         token.head.reparameterize(torch.zeros(1, 256), torch.zeros(1, 2, 2))
 
 
+# -- GRPO --------------------------------------------------------------------------------------------------------------
+
+
+def make_groups(policy: Any, count: int = 64, size: int = 4, seed: int = 0, noise: float = 0.0) -> TensorDict:
+    """`count` groups of episodes of one step, as `make_rollout`, with one number and one sensor in each group."""
+    td = make_rollout(policy, count * size, seed).exclude(schema.ADVANTAGE, schema.NEXT_VALUE)
+    for name in ("sensor", "number"):
+        first = td[schema.OBSERVATION, name][:, ::size]
+        td[schema.OBSERVATION, name] = first.repeat_interleave(size, 1)
+    with torch.no_grad():
+        policy.act(row := td[0].clone())
+    td = row.unsqueeze(0)
+    error = (td[schema.ACTION].clamp(-1, 1) - td[schema.OBSERVATION, "number"]).square().sum(-1)
+    td[schema.NEXT_REWARD] = noise * torch.randn(1, count * size) - error
+    return td
+
+
+def make_grpo(policy: Any = None, **settings: Any) -> GRPO:
+    given = {"action_critic_coef": 10.0, "group_size": 4, "kl_coef": 0.0, "normalize_std": False, **settings}
+    return GRPO(policy or make_policy(), GRPOSettings(**given), seed=0)
+
+
+def test_the_term_in_the_loss_of_grpo_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ratios 1, 1.25 (above 1.2) and 0.9; advantages 2, −2 and 0. Without the critic:
+    #   −(1 · 2 + min(1.25 · −2, 1.2 · −2) + 0) / 3 = −(2 − 2.5) / 3 = 1/6
+    # The critic predicts 0.3, 9 and −0.1 deviations; one deviation is 2, the coefficient 10. The second is clipped:
+    #   1/6 − 10 · 2 · (0.3 − 0.1) / 3 = 1/6 − 4/3
+    minibatch = TensorDict(
+        {
+            schema.OBSERVATION: TensorDict({}, [3]),
+            schema.ADVANTAGE: torch.tensor([2.0, -2.0, 0.0]),
+            schema.STEP_MASK: torch.ones(3, dtype=torch.bool),
+            OLD_LOG_PROB: torch.zeros(3),
+            DEVIATION: torch.full((3,), 2.0),
+        },
+        [3],
+    )
+    scored = {"log_prob": torch.tensor([1.0, 1.25, 0.9]).log(), "entropy": torch.zeros(3)}
+    monkeypatch.setattr(ActionCritic, "improvement", lambda self, *_: torch.tensor([0.3, 9.0, -0.1]))
+    algorithm = make_grpo()
+    loss, metrics = algorithm._loss(scored, minibatch)
+    assert float(loss) == pytest.approx(1 / 6 - 4 / 3, abs=1e-6)
+    assert float(metrics["loss"]) == pytest.approx(1 / 6, abs=1e-6)  # of GRPO alone, as PPO reports it
+    without, _ = make_grpo(action_critic_coef=0.0)._loss(scored, minibatch)
+    assert float(without) == pytest.approx(1 / 6, abs=1e-6)
+    # With clip_range_high 0.28 the second action counts too: −20 · (0.3 + 9 − 0.1) / 3
+    higher, metrics = make_grpo(clip_range_high=0.28)._loss(scored, minibatch)
+    assert float(higher - metrics["loss"]) == pytest.approx(-20 * 9.2 / 3, abs=1e-4)
+
+
+def test_the_deviation_is_that_of_the_advantages_of_the_iteration() -> None:
+    # Two groups of two: returns 5 and 1 → +2, −2; returns 3 and 3 → 0, 0, which are not trained on, but are real steps.
+    # Their deviation (with n − 1) is √((4 + 4) / 3) = 1.633
+    algorithm = make_grpo(group_size=2)
+    rollout = make_groups(algorithm.policy, 2, 2)
+    rollout[schema.NEXT_REWARD] = torch.tensor([[5.0, 1.0, 3.0, 3.0]])
+    epochs = algorithm._begin([rollout])
+    assert epochs.data is not None
+    torch.testing.assert_close(epochs.data[schema.ADVANTAGE], torch.tensor([2.0, -2.0]))
+    torch.testing.assert_close(epochs.data[DEVIATION], torch.full((2,), (8 / 3) ** 0.5))
+    assert algorithm.action_critic is not None
+    features, unit, advantage = algorithm.action_critic.rollouts[0]
+    half = 2 / (8 / 3) ** 0.5
+    torch.testing.assert_close(advantage, torch.tensor([half, -half, 0.0, 0.0]))
+    torch.testing.assert_close(unit, rollout[schema.ACTION][0].clamp(-1, 1))
+    assert features.abs().max() > 0
+
+
+def test_the_unit_of_the_reward_does_not_matter() -> None:
+    """Rewards in other units scale the loss of GRPO and the term of the critic alike."""
+    found = []
+    for unit in (1.0, 64.0):
+        policy = make_policy()
+        algorithm = make_grpo(policy)
+        rollout = make_groups(policy, 16)
+        rollout[schema.NEXT_REWARD] *= unit
+        data: Any = algorithm._begin([rollout]).data
+        loss, _ = algorithm._loss(policy.evaluate_actions(data), data)
+        gradients = torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)
+        found.append(torch.cat([part.flatten() for part in gradients if part is not None]))
+    torch.testing.assert_close(found[1], 64 * found[0], rtol=1e-3, atol=1e-4)
+
+
+def test_steps_after_an_episode_and_of_lost_groups_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(action_critic, "BATCH_SIZE", 8)
+    algorithm = make_grpo()
+    rollout = torch.cat([make_groups(algorithm.policy, 3, 4, seed) for seed in range(2)])  # two steps of 12 episodes
+    rollout[schema.STEP_MASK][1, :3] = False  # three episodes of one step
+    rollout[schema.STEP_MASK][:, 8:] = False  # the third group was lost
+    steps = []
+    assert algorithm.action_critic is not None
+    step = algorithm.action_critic._step
+    monkeypatch.setattr(algorithm.action_critic, "_step", lambda batch: (steps.append(len(batch)), step(batch))[1])
+    metrics = algorithm.update(iter([rollout]))
+    assert {"action_critic_loss", "action_critic_correlation"} <= set(metrics)
+    assert [len(column) for column in algorithm.action_critic.rollouts[0]] == [13, 13, 13]  # 8 + 5
+    assert steps == [8] * 2 * action_critic.NUM_UPDATES  # 13 steps are two batches of 8
+    rollout[schema.STEP_MASK][:] = False  # nothing is left of the next iteration
+    rollout[schema.POLICY_VERSION] += 1
+    before = [parameter.clone() for parameter in algorithm.policy.parameters()]
+    kept = algorithm._learn_actions([rollout], [algorithm.advantages(rollout)], {})
+    assert float(kept) == 0
+    assert len(algorithm.action_critic.rollouts) == 1
+    assert all(torch.equal(*pair) for pair in zip(before, algorithm.policy.parameters(), strict=True))
+
+
+def test_its_gradient_is_nearer_to_the_true_one_than_that_of_grpo() -> None:
+    policy = make_policy()
+    algorithm = make_grpo(policy)
+    for seed in range(8):
+        rollout = make_groups(policy, 128, 4, seed, noise=2.0)
+        algorithm._learn_actions([rollout], [algorithm.advantages(rollout)], {})
+    rows: Any = algorithm._begin([make_groups(policy, 16, 4, seed=99, noise=2.0)]).data
+    trained = list(policy.towers.parameters())  # without the deviation, which only GRPO trains
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        return torch.cat([part.flatten() for part in found if part is not None])
+
+    scored = policy.evaluate_actions(rows)
+    wanted = gradient((scored["reparameterized"] - rows[schema.OBSERVATION, "number"]).square().sum(1).mean())
+    with_critic, _ = algorithm._loss(policy.evaluate_actions(rows), rows)
+    algorithm.action_critic = None
+    alone, _ = algorithm._loss(policy.evaluate_actions(rows), rows)
+    similarities = [float(torch.cosine_similarity(gradient(loss), wanted, dim=0)) for loss in (alone, with_critic)]
+    # 64 rewards with noise of 2 say little; the critic has averaged 4096 of them
+    assert similarities[0] < 0.7
+    assert similarities[1] > 0.9
+
+
+@pytest.mark.parametrize("stops_after", [None, 3])
+def test_grpo_resumes_with_it_bit_for_bit(stops_after: int | None) -> None:
+    """Also in the middle of an update: the first one is stopped after 3 of 2 · 4 minibatches."""
+
+    def start() -> tuple[Any, GRPO]:
+        policy = make_policy()
+        return policy, make_grpo(policy, batch_size=16, n_epochs=2, advantage="process")
+
+    policy, whole = start()
+    data = [make_groups(policy, 16, 4, seed) for seed in range(2)]
+    data[1][schema.POLICY_VERSION] += 1
+    for rollout in data:
+        whole.update(iter([rollout.clone()]))
+
+    stopped, algorithm = start()
+    if stops_after is not None:
+        asked = iter(range(100))
+        algorithm.should_stop = lambda: next(asked) >= stops_after
+        assert algorithm.update(iter([data[0].clone()])) == {}
+        assert algorithm.unfinished is not None
+        assert algorithm.unfinished.done == stops_after
+    else:
+        algorithm.update(iter([data[0].clone()]))
+    saved, weights = copy.deepcopy(algorithm.state_dict()), copy.deepcopy(stopped.state_dict())
+
+    again, resumed = start()
+    resumed.generator.manual_seed(9)
+    again.load_state_dict(weights)
+    resumed.load_state_dict(saved)
+    if stops_after is not None:
+        metrics = resumed.update(iter([]))
+        assert {"action_critic_loss", "action_critic_correlation"} <= set(metrics)
+    resumed.update(iter([data[1].clone()]))
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert whole.action_critic is not None
+    assert resumed.action_critic is not None
+    for name, value in whole.action_critic.networks.state_dict().items():
+        assert torch.equal(value, resumed.action_critic.networks.state_dict()[name]), name
+
+
+def test_a_switch_of_a_vla_is_learned_by_grpo() -> None:
+    policy = make_vla()
+    algorithm = make_grpo(policy, batch_size=64, n_epochs=2, learning_rate=5e-3, group_size=2)
+    for _ in range(15):
+        rollout = look(policy, 128, algorithm.version).exclude(schema.NEXT_VALUE)
+        for name in ("rgb", "number"):  # both members of a group see one image
+            rollout[schema.OBSERVATION, name][:, 1::2] = rollout[schema.OBSERVATION, name][:, ::2]
+        with torch.no_grad():
+            policy.act(row := rollout[0].clone())
+        row[schema.NEXT_REWARD] = (row[schema.ACTION][:, :, 1] * row[schema.OBSERVATION, "number"]).mean(1)
+        row[schema.NEXT_REWARD] += 2.0 * torch.randn(128)
+        algorithm.update(iter([row.unsqueeze(0)]))
+    assert float(look(policy, 1024)[schema.NEXT_REWARD].mean()) > 0.9
+
+
+def test_the_first_features_are_normalised() -> None:
+    policy = make_policy()
+    algorithm = make_grpo(policy)
+    rollout = make_groups(policy, 64)
+    rollout[schema.OBSERVATION, "number"] = 100 + rollout[schema.OBSERVATION, "number"]
+    algorithm.update(iter([rollout]))
+    assert algorithm.action_critic is not None
+    features = algorithm.action_critic.rollouts[0][0]
+    assert features.abs().max() < 5  # without statistics they would be clipped to 10
+
+
+def test_what_grpo_cannot_do_with_it_is_said_in_one_line(tmp_path: Any) -> None:
+    with pytest.raises(InputError, match=r"action_critic_coef: .*name them with critic_observation"):
+        make_grpo(ActorCritic(SPACE, BOX, PolicyConfig()))
+    with pytest.raises(InputError, match="action_critic_coef: is for continuous actions of a policy without memory"):
+        make_grpo(make_policy(memory_hidden=4))
+    discrete = ActorCritic(SPACE, spaces.Discrete(3), PolicyConfig(critic_observation=("number",)))
+    with pytest.raises(InputError, match="action_critic_coef: is for continuous actions of a policy without memory"):
+        make_grpo(discrete)
+    with pytest.raises(ValueError, match="action_critic_coef: needs ratio step"):
+        GRPOSettings(action_critic_coef=1.0, ratio="token")
+    without, with_critic = make_grpo(action_critic_coef=0.0), make_grpo()
+    with pytest.raises(InputError, match="action_critic_coef was 0 in this run"):
+        with_critic.load_state_dict(without.state_dict())
+    with pytest.raises(InputError, match="action_critic_coef was above 0 in this run"):
+        without.load_state_dict(with_critic.state_dict())
+    config = RLConfig(algorithm="grpo", critic_observation=("number",), output_dir=str(tmp_path / "run"))
+    with pytest.raises(InputError, match=r"grpo trains no value function .*; give action_critic_coef, or leave it out"):
+        GRPOTrainer(env=Guess(), config=config)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
 class Guess(gymnasium.Env):
     """The action should match a number that the policy observes with noise, and the critic without."""
 
@@ -269,3 +490,23 @@ def test_it_is_a_setting_of_a_run_and_of_its_checkpoints(tmp_path: Any) -> None:
     trainer.train()
     assert len(trainer.trainer.algorithm.action_critic.rollouts) == 4
     trainer.close()
+
+
+def test_a_grpo_run_in_two_parts_is_the_run_in_one(tmp_path: Any) -> None:
+    given = {"critic_observation": ("number",), "action_critic_coef": 5.0, "group_size": 4, "num_envs": 8}
+
+    def train(name: str, iterations: int, **more: Any) -> dict[str, torch.Tensor]:
+        folder = str(tmp_path / name)
+        settings = {"algorithm": "grpo", "iterations": iterations, "output_dir": folder, "tensorboard": False}
+        trainer = GRPOTrainer(env=Guess(), config=RLConfig(**settings, **given, **more))
+        trainer.train()
+        assert len(trainer.trainer.algorithm.action_critic.rollouts) == iterations
+        assert trainer.trainer.policy.streams == {"sensor"}
+        weights = copy.deepcopy(trainer.trainer.policy.state_dict())
+        trainer.close()
+        return weights
+
+    whole = train("whole", 4)
+    train("parts", 2)
+    parts = train("parts", 4, resume=str(tmp_path / "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
