@@ -430,6 +430,20 @@ def test_a_switch_of_a_vla_is_learned_by_grpo() -> None:
     assert float(look(policy, 1024)[schema.NEXT_REWARD].mean()) > 0.9
 
 
+def test_it_can_learn_before_the_policy_of_grpo() -> None:
+    policy = make_policy()
+    algorithm = make_grpo(policy, auxiliary_warmup=1)
+    before = [parameter.clone() for parameter in policy.parameters()]
+    metrics = algorithm.update(iter([make_groups(policy)]))
+    assert metrics["action_critic_loss"] > 0
+    assert all(torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
+    value = [parameter.clone() for parameter in policy.critic.parameters()]
+    towers = policy.towers.head_weight_0.clone()
+    algorithm.update(iter([make_groups(policy)]))
+    assert not torch.equal(towers, policy.towers.head_weight_0)
+    assert all(torch.equal(*pair) for pair in zip(value, policy.critic.parameters(), strict=True))
+
+
 def test_the_first_features_are_normalised() -> None:
     policy = make_policy()
     algorithm = make_grpo(policy)
