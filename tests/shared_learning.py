@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from f1_worlds import f1_batch, micro_policy, wake
+from gymnasium import spaces
 from offline_worlds import two_step_dataset
 from panning_camera import panning_config
 from tensordict import TensorDict
@@ -35,13 +36,20 @@ ROWS = 16
 
 
 def one_update(name: str, processes: Processes) -> dict[str, Tensor]:
-    """Weights and statistics after two updates, on this process's share of one batch."""
+    """Weights and statistics after two updates, on this process's share of one batch.
+
+    `ppo-critic` and `grpo-critic`: with a critic of actions that reads a stream which the policy does not.
+    """
     torch.manual_seed(0)
+    name, *critic = name.split("-")
     part = slice(processes.rank * ROWS // processes.count, (processes.rank + 1) * ROWS // processes.count)
     if name in ("ppo", "grpo"):
-        policy = ActorCritic(box(3), box(2, -1.0, 1.0), PolicyConfig(hidden_sizes=(8,)))
+        space = spaces.Dict({"sensor": box(3), "scene": box(3)}) if critic else box(3)
+        config = PolicyConfig(hidden_sizes=(8,), hidden_dim=8, critic_observation=("scene",) if critic else ())
+        policy = ActorCritic(space, box(2, -1.0, 1.0), config)
         make = {"ppo": PPO, "grpo": GRPO}[name]
         settings = {"ppo": PPOSettings, "grpo": GRPOSettings}[name](n_epochs=2, batch_size=10_000)
+        settings.action_critic_coef = float(len(critic))
         if name == "grpo":
             settings.group_size, settings.kl_coef = 4, 0.0
         algorithm: Any = make(policy, settings)
@@ -60,6 +68,10 @@ def one_update(name: str, processes: Processes) -> dict[str, Tensor]:
     state = dict(policy.state_dict())
     if hasattr(algorithm, "critics"):
         state |= {f"critics.{name}": value for name, value in algorithm.critics.state_dict().items()}
+    if critic:
+        state |= {
+            f"action critic.{name}": value for name, value in algorithm.action_critic.networks.state_dict().items()
+        }
     return state
 
 
@@ -67,6 +79,9 @@ def rollout(policy: ActorCritic) -> TensorDict:
     """Made up [8, ROWS], with a few ends; as one process would have it."""
     shape = (8, ROWS)
     td = TensorDict({schema.OBSERVATION: torch.randn(*shape, 3)}, batch_size=shape)
+    if policy.critic_streams:
+        streams = {"sensor": td[schema.OBSERVATION], "scene": torch.randn(*shape, 3)}
+        td[schema.OBSERVATION] = TensorDict(streams, batch_size=shape)
     with torch.no_grad():
         td = policy.act(td.flatten(0, 1)).reshape(*shape)
     td[schema.LOG_PROB] = td[schema.LOG_PROB] + 0.3 * torch.randn(shape)
@@ -218,7 +233,8 @@ def main() -> None:
     processes.open(torch.device("cpu"))
     draw = torch.randn
     if what == "train":
-        halves = {name: one_update(name, processes) for name in ("ppo", "grpo", "iql", "sac")}
+        names = ("ppo", "grpo", "ppo-critic", "grpo-critic", "iql", "sac")
+        halves = {name: one_update(name, processes) for name in names}
         torch.randn = draw
         runs = {name: run(name, folder) for name in ("ppo", "grpo", "sac", "iql")}
         sharded = shard_f1(processes, None)

@@ -130,11 +130,11 @@ class GRPOSettings(RolloutSettings):
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
     """`linear`: decay to 0 at the end of training."""
     auxiliary_warmup: NonNegativeInt = 0
-    """Iterations at the start that train only the auxiliary loss."""
+    """Iterations at the start that train only the auxiliary loss and the critic of actions."""
 
     @model_validator(mode="after")
     def _something_warms_up(self) -> GRPOSettings:
-        if self.auxiliary_warmup and not self.auxiliary_learning_rate:
+        if self.auxiliary_warmup and not self.auxiliary_learning_rate and not self.action_critic_coef:
             raise ValueError(
                 f"auxiliary_warmup {self.auxiliary_warmup}: there is no auxiliary loss; give auxiliary_learning_rate"
             )

@@ -113,12 +113,18 @@ class HostTensors(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["actor-critic", "vla-tiny"])
-def test_scoring_reads_nothing_from_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_scoring_reads_nothing_from_the_host(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording must not wait for the GPU, and a list or number that becomes a tensor is copied there each time."""
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)  # texts are encoded as on a GPU
     policy = make_policy(kind, "cpu")
-    algorithm = PPO(policy, PPOSettings(action_critic_coef=1.0))
-    rows = algorithm._with_advantages(make_rollout(policy, "cpu", 0)).flatten(0, 1)
+    rollout = make_rollout(policy, "cpu", 0)
+    if name == "ppo":
+        algorithm: Any = PPO(policy, PPOSettings(action_critic_coef=1.0))
+        rows = algorithm._with_advantages(rollout).flatten(0, 1)
+    else:
+        algorithm = GRPO(policy, GRPOSettings(action_critic_coef=1.0))
+        rows = algorithm._begin([rollout]).data
     read = []
     for _ in range(2):
         with HostTensors() as mode:
@@ -130,7 +136,7 @@ def test_scoring_reads_nothing_from_the_host(kind: str, monkeypatch: pytest.Monk
 
 @on_gpu
 @pytest.mark.parametrize("kind", ["actor-critic", "vla-tiny"])
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "grpo with a critic of actions"])
 def test_captured_updates_are_those_of_eager_training(kind: str, name: str) -> None:
     """Minibatches of 20, 20 and 8 rows, two epochs; three updates, the first of the value alone: rounding grows."""
 
@@ -141,7 +147,7 @@ def test_captured_updates_are_those_of_eager_training(kind: str, name: str) -> N
             own = PPOSettings(**common, value_warmup=1, action_critic_coef=1.0, learning_rate_schedule="adaptive")
             algorithm: Any = PPO(policy, own)
         else:
-            algorithm = GRPO(policy, GRPOSettings(**common))
+            algorithm = GRPO(policy, GRPOSettings(**common, action_critic_coef=float(name != "grpo")))
         found = []
         for number in range(3):
             rollout = make_rollout(policy, "cuda", number)

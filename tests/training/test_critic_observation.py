@@ -108,6 +108,8 @@ def test_supervised_then_ppo_then_grpo(deft, tmp_path, model):
     assert any(name.startswith("critic.") for name in weights)
     grpo = ["--env", ENV, "--group-size", 2, "--batch-size", 8, "--n-epochs", 1, "--num-iterations", 1, *COMMON]
     deft("train", "grpo", *grpo, "--model-path", "ppo", "--trust-remote-code", "--output-dir", "grpo")
+    grpo += ["--action_critic_coef", 1, "--trust-remote-code"]  # with the streams of the run that it starts from
+    deft("train", "grpo", *grpo, "--model-path", "ppo", "--output-dir", "with-critic")
 
 
 OFFLINE = ["--num-epochs", 1, "--updates-per-epoch", 2, "--batch-size", 8, "--hidden-dim", 8, "--encoder-dim", 8]
@@ -247,7 +249,12 @@ def test_iql_learns_a_value_of_the_stream(deft, tmp_path):
         (["ppo", "--critic_observation", "goal"], "has no stream 'goal'; it has image, secret, state"),
         (["ppo", "--critic_observation", "image"], "'image' is an image or a text"),
         (["ppo", "--critic_observation", "secret", "secret"], "named twice"),
-        (["grpo", "--critic_observation", "secret"], "grpo trains no value function that reads privileged streams"),
+        (
+            ["grpo", "--critic_observation", "secret"],
+            "grpo trains no value function that reads privileged streams; give action_critic_coef, or leave it out",
+        ),
+        (["grpo", "--action_critic_coef", "1"], "name them with critic_observation"),
+        (["grpo", "--action_critic_coef", "1", "--ratio", "token"], "action_critic_coef: needs ratio step"),
         (
             ["fql-online", "--critic_observation", "secret", "--policy_extraction", "best_of_n"],
             "with policy_extraction best_of_n critics select the actions",

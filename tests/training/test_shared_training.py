@@ -54,6 +54,15 @@ def test_two_half_batches_are_one_whole(trained, name, monkeypatch):
         assert torch.allclose(first[key].double(), value.double(), rtol=1e-4, atol=1e-6), key
 
 
+@pytest.mark.parametrize("name", ["ppo-critic", "grpo-critic"])
+def test_a_critic_of_actions_is_the_same_in_all_processes(trained, name):
+    """It learns from batches of each process's own rollouts, so that two halves are not one whole."""
+    first, second = (part["halves"][name] for part in trained[1])
+    assert any(key.startswith("action critic.") for key in first)
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo", "sac", "iql"])
 def test_weights_are_equal_after_every_update(trained, name):
     first, second = (part["runs"][name] for part in trained[1])
