@@ -1,7 +1,8 @@
 """Group relative policy optimization (Shao et al., 2024): several episodes from one state, each judged by the others.
 
-No value function: the group's mean return is the baseline. `deft.training.group_collection` plays the groups; the trainer
-hands them over one round at a time, as rollouts [T, groups · group_size] with the members of a group side by side.
+No value function: the group's mean return is the baseline. `deft.training.group_collection` plays the groups; the
+trainer hands them over one round at a time, as rollouts [T, groups · group_size] with the members of a group side by
+side.
 """
 
 from __future__ import annotations
