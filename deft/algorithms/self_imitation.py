@@ -49,7 +49,7 @@ class SelfImitation:
         self.steps: TensorDictBase | None = None  # [W, N]: a ring of the last decisions of every environment
         self.position = 0  # of the ring, at which the next decision is written
         self.lengths = self.totals = torch.zeros(0)  # [N], of the episodes under way: decisions, sum of rewards
-        self.memory: TensorDictBase | None = None  # [n]
+        self.memory: Any = None  # a TensorDict [n], or None
 
     # -- remembering ---------------------------------------------------------------------------------------------------
 
@@ -110,20 +110,17 @@ class SelfImitation:
 
     def _insert(self, found: TensorDictBase) -> None:
         """Add decisions; where the memory is full they replace those of lower priority."""
+        best: Any = found[found[PRIORITY].argsort(descending=True, stable=True)[:CAPACITY]]
         if self.memory is None:
-            self.memory = found.clone()
-        elif len(self.memory) + len(found) <= CAPACITY:
-            self.memory = torch.cat([self.memory, found])
-        else:
-            free = CAPACITY - len(self.memory)
-            best = found[found[PRIORITY].argsort(descending=True, stable=True)]
-            self.memory, best = torch.cat([self.memory, best[:free]]), best[free:]
-            lowest = self.memory[PRIORITY].argsort(stable=True)[: len(best)]
-            best = best[: len(lowest)]
-            is_better = best[PRIORITY] > self.memory[PRIORITY][lowest]
-            self.memory[lowest[is_better]] = best[is_better]
-        if len(self.memory) > CAPACITY:
-            self.memory = self.memory[self.memory[PRIORITY].argsort(descending=True, stable=True)[:CAPACITY]]
+            self.memory = best
+            return
+        free = CAPACITY - len(self.memory)
+        if free:
+            self.memory = torch.cat([self.memory, best[:free]])
+        rest = best[free:]
+        lowest = self.memory[PRIORITY].argsort(stable=True)[: len(rest)]
+        is_better = rest[PRIORITY] > self.memory[PRIORITY][lowest]
+        self.memory[lowest[is_better]] = rest[is_better]
 
     # -- imitating -----------------------------------------------------------------------------------------------------
 

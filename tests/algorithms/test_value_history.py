@@ -159,7 +159,9 @@ def test_what_it_cannot_do_is_said_in_one_line(tmp_path: Any) -> None:
     with pytest.raises(InputError, match=r"value_updates: .*name them with critic_observation, or use value_updates 0"):
         PPO(plain, PPOSettings(value_updates=1))
     asynchronous = RLConfig(critic_observation=("place",), value_updates=1, buffer_type="vla", output_dir=str(tmp_path))
-    with pytest.raises(InputError, match=r"value_updates: ppo joins rollouts in time, .*use buffer_type 'standard'"):
+    with pytest.raises(
+        InputError, match=r"value_updates, .*: ppo joins rollouts in time, .*use buffer_type 'standard'"
+    ):
         PPOTrainer(env=Corridor(), config=asynchronous)
     without, with_it = PPO(make_policy(), PPOSettings()), PPO(make_policy(), PPOSettings(value_updates=1))
     with pytest.raises(InputError, match="value_updates was 0 in this run"):
