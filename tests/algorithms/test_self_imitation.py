@@ -61,10 +61,10 @@ def test_an_episode_of_two_rollouts_is_remembered_with_its_returns() -> None:
     memory.remember(*rollout([[4.0], [1.0]], [[1], [0]], [[3.0], [0.0]]))
     # R: 4, then ½ · 4 = 2 and ½ · 2 = 1; (R − V)₊: 4 − 3, 2 − 0.75, 1 − 0.125. The second rollout counts from 0 again.
     assert memory.memory is not None
-    assert memory.memory[schema.OBSERVATION][:, 0].tolist() == [0.0, 1.0, 0.0]
-    assert memory.memory[RETURN].tolist() == [1.0, 2.0, 4.0]
-    assert memory.memory[PRIORITY].tolist() == [0.875, 1.25, 1.0]
-    assert memory.memory[UNIT].tolist() == [[0.0, 0.0], [0.5, -0.5], [0.0, 0.0]]  # the range of actions is ± 2
+    assert memory.memory[schema.OBSERVATION][:, 0].tolist() == [1.0, 0.0, 0.0]
+    assert memory.memory[RETURN].tolist() == [2.0, 4.0, 1.0]
+    assert memory.memory[PRIORITY].tolist() == [1.25, 1.0, 0.875]
+    assert memory.memory[UNIT].tolist() == [[0.5, -0.5], [0.0, 0.0], [0.0, 0.0]]  # the range of actions is ± 2
     assert (memory.lengths.tolist(), memory.totals.tolist()) == ([1], [1.0])  # the next episode has begun
 
 
@@ -163,7 +163,7 @@ def test_a_privileged_value_refreshes_all_priorities() -> None:
 
 # -- within PPO --------------------------------------------------------------------------------------------------------
 
-RADIUS = 0.35
+RADIUS, POINT = 0.35, 1.6
 
 
 def guess(policy: ActorCritic, seed: int, version: int, count: int = 256) -> TensorDict:
@@ -173,7 +173,7 @@ def guess(policy: ActorCritic, seed: int, version: int, count: int = 256) -> Ten
     td = TensorDict({schema.OBSERVATION: sign}, [count])
     with torch.no_grad():
         policy.act(td)
-    hit = (td[schema.ACTION] - 1.6 * torch.cat([sign, -sign], 1)).norm(dim=1) < RADIUS
+    hit = (td[schema.ACTION] - POINT * torch.cat([sign, -sign], 1)).norm(dim=1) < RADIUS
     td[schema.NEXT_REWARD] = hit.float()
     td[schema.NEXT_TERMINATED] = torch.ones(count, dtype=torch.bool)
     td[schema.NEXT_TRUNCATED] = torch.zeros(count, dtype=torch.bool)
@@ -183,25 +183,26 @@ def guess(policy: ActorCritic, seed: int, version: int, count: int = 256) -> Ten
     return td.unsqueeze(0)
 
 
-def success(coef: float, updates: int = 40) -> tuple[float, float]:
-    """Success in the first rollout and after some updates."""
+def largest_error(coef: float, seed: int) -> float:
+    """How far the most likely actions are from the two points after 100 rollouts of 8 episodes."""
     policy = make_policy(log_std_init=-0.7)
-    settings = PPOSettings(learning_rate=1e-3, n_epochs=2, batch_size=128, entropy_coef=0.0, self_imitation_coef=coef)
-    algorithm, rates = PPO(policy, settings, seed=0), []
-    torch.manual_seed(1)
-    for number in range(updates):
-        data = guess(policy, number, algorithm.version)
-        rates.append(float(data[schema.NEXT_REWARD].mean()))
-        algorithm.update(iter([data]))
-    return rates[0], sum(rates[-5:]) / 5
+    settings = PPOSettings(learning_rate=1e-3, n_epochs=2, batch_size=8, entropy_coef=0.0, self_imitation_coef=coef)
+    algorithm = PPO(policy, settings, seed=seed)
+    torch.manual_seed(seed)
+    for number in range(100):
+        algorithm.update(iter([guess(policy, 1000 * seed + number, algorithm.version, count=8)]))
+    sign = torch.tensor([[1.0], [-1.0]])
+    td = TensorDict({schema.OBSERVATION: sign}, [2])
+    with torch.no_grad():
+        policy.act(td, deterministic=True)
+    return float((td[schema.ACTION] - POINT * torch.cat([sign, -sign], 1)).norm(dim=1).max())
 
 
-def test_rare_successes_are_learned_sooner() -> None:
-    start, alone = success(0.0)
-    _, imitating = success(0.3)
-    assert start < 0.03
-    assert imitating > 0.5
-    assert imitating > 2 * alone
+@pytest.mark.parametrize("seed", [1, 2])
+def test_rare_successes_are_learned_sooner(seed: int) -> None:
+    # At first about 1 of 100 episodes succeeds: PPO sees ten of 800 once, and remembers none.
+    assert largest_error(0.0, seed) > 1.0
+    assert largest_error(1.0, seed) < RADIUS
 
 
 def test_the_loss_is_that_of_imitation_times_the_coefficient() -> None:

@@ -90,6 +90,7 @@ BESIDE: dict[str, dict[str, object]] = {  # settings without which another one h
     "num_layers": {"critic_observation": ("goal",)},
     "memory_num_layers": {"memory_hidden": 8},
     "denoising_discount": {"ratio": "token"},
+    "self_imitation_return": {"self_imitation_coef": 1.0},
 }
 
 
