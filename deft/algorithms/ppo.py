@@ -299,14 +299,13 @@ class PPO(PolicyGradient):
         memory = self.self_imitation
         if memory is None or self._warms_up:
             return self._captured_step(minibatch)
-        before = memory.generator.get_state()
         imitated = memory.draw(len(minibatch))
         if imitated is not None:
             minibatch = minibatch.copy().set(IMITATED, imitated)
         try:
             return self._captured_step(minibatch)
         except Stopped:  # the step is repeated
-            memory.generator.set_state(before)
+            memory.undraw()
             raise
 
     def _step(self, minibatch: TensorDictBase) -> Metrics:

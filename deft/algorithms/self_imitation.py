@@ -50,6 +50,7 @@ class SelfImitation:
         self.position = 0  # of the ring, at which the next decision is written
         self.lengths = self.totals = torch.zeros(0)  # [N], of the episodes under way: decisions, sum of rewards
         self.memory: Any = None  # a TensorDict [n], or None
+        self._before: tuple[Tensor, Tensor] | None = None  # of the last `draw`: its random state, and the priorities
 
     # -- remembering ---------------------------------------------------------------------------------------------------
 
@@ -129,6 +130,7 @@ class SelfImitation:
         """Decisions [count] to imitate, sampled by priority, which is computed anew for them; None: there are none."""
         if self.memory is None or not bool((total := self.memory[PRIORITY].double().cumsum(0))[-1] > 0):
             return None
+        self._before = self.generator.get_state(), self.memory[PRIORITY].clone()
         places = torch.rand(count, generator=self.generator, dtype=torch.float64).to(self.device) * total[-1]
         chosen = torch.searchsorted(total, places, right=True).clamp(max=len(total) - 1)
         rows = self.memory[chosen]
@@ -137,6 +139,12 @@ class SelfImitation:
         kept = rows.exclude(PRIORITY, RETURN)
         kept[schema.OBSERVATION] = _shifted(rows[schema.OBSERVATION])
         return kept
+
+    def undraw(self) -> None:
+        """Undo the last `draw`, which the next one then repeats."""
+        if self._before is not None:
+            self.generator.set_state(self._before[0])
+            self.memory[PRIORITY] = self._before[1]
 
     def _value(self, rows: TensorDictBase) -> Tensor:
         """V of now, [B]; a critic of privileged streams needs no images."""

@@ -3,12 +3,14 @@
 import copy
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 from tensordict import TensorDict
 
-from deft import schema
+from deft import PPOTrainer, RLConfig, schema
 from deft.algorithms import self_imitation
 from deft.algorithms.experience import Rollouts
 from deft.algorithms.ppo import PPO
@@ -141,6 +143,16 @@ def test_it_draws_by_what_is_above_the_value_of_now(monkeypatch: pytest.MonkeyPa
     assert memory.draw(50) is None  # everything is expected
 
 
+def test_a_draw_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = make_policy()
+    memory = SelfImitation(policy, None, seed=0)
+    memory.remember(*rollout([[1.0, 3.0]], [[1, 1]], [[0.0, 0.0]]))
+    monkeypatch.setattr(policy, "get_value", lambda td: torch.full((len(td),), 0.5))
+    drawn = [memory.draw(20), memory.undraw(), memory.draw(20)]
+    assert torch.equal(drawn[0][schema.OBSERVATION], drawn[2][schema.OBSERVATION])
+    assert remembered(memory) == {0.0: (1.0, 0.5), 1.0: (3.0, 2.5)}
+
+
 def test_a_privileged_value_refreshes_all_priorities() -> None:
     space = spaces.Dict({"sensor": SPACE, "place": SPACE})
     config = PolicyConfig(critic_observation=("place",), hidden_sizes=(16, 16), normalize_reward=False)
@@ -255,6 +267,52 @@ def test_an_algorithm_resumes_with_it_bit_for_bit(where: str) -> None:
     assert any(not torch.equal(value, policy.state_dict()[name]) for name, value in weights.items())
     for name, value in policy.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
+
+
+class Points(gymnasium.Env):
+    """Episodes of 4 steps with an image, a sensor and a stream for critics; the last step's action is the reward."""
+
+    observation_space = spaces.Dict(
+        {"camera": spaces.Box(0, 255, (3, 16, 16), np.uint8), "sensor": SPACE, "place": spaces.Box(-9, 9, (2,))}
+    )
+    action_space = spaces.Box(-2, 2, (2,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.elapsed = 0
+        return self.observe(), {}
+
+    def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.elapsed += 1
+        ends = self.elapsed == 4
+        return self.observe(), float(ends) * float(action[0] > 0), ends, False, {}
+
+    def observe(self) -> dict[str, np.ndarray]:
+        sensor, place = np.full(1, self.elapsed, np.float32), np.full(2, self.elapsed, np.float32)
+        camera = np.full((3, 16, 16), 20 * self.elapsed, np.uint8)
+        camera[:, self.elapsed :, 4:] = 90
+        return {"camera": camera, "sensor": sensor, "place": place}
+
+
+@pytest.mark.parametrize("critic_observation", [(), ("place",)])
+def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Any, critic_observation: tuple[str, ...]) -> None:
+    given = {"self_imitation_coef": 1.0, "self_imitation_return": 0.5, "rollout_steps": 6, "tensorboard": False}
+    given |= {"critic_observation": critic_observation, "save_freq": 0, "eval_freq": 0, "batch_size": 4}
+
+    def train(name: str, total: int, **more: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        config = RLConfig(total_timesteps=total, output_dir=str(tmp_path / name), **given, **more)
+        trainer = PPOTrainer(env=Points(), config=config)
+        trainer.train()
+        weights, memory = copy.deepcopy(trainer.trainer.policy.state_dict()), trainer.trainer.algorithm.self_imitation
+        trainer.close()
+        return weights, memory.memory
+
+    whole, memory = train("whole", 36)
+    train("parts", 18)  # in the middle of an episode
+    parts, again = train("parts", 36, resume=str(tmp_path / "parts"))
+    assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+    assert len(memory) > 4
+    assert (memory == again).all()
 
 
 def test_what_it_cannot_do_is_said_in_one_line() -> None:
