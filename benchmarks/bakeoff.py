@@ -1,6 +1,7 @@
 """The bake-off: methods that improve one SFT policy of the tabletop, on one budget of env steps.
 
-    python benchmarks/bakeoff.py --device cuda --vector warp --state --parallel 4     on one GPU, 3 seeds
+    python benchmarks/bakeoff.py --state --steps 100000 --parallel 14                 3 seeds on 16 cores
+    python benchmarks/bakeoff.py --device cuda --vector warp --state --parallel 4     on one GPU
     python benchmarks/bakeoff.py --device cuda --parallel 4                           images, CPU simulator
     python benchmarks/bakeoff.py --state --task reach --steps 30000 --seeds 0         a first look on two cores
 

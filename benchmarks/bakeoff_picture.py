@@ -26,7 +26,7 @@ def curves(found: dict[str, Any]) -> np.ndarray:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the mean over seeds of every method, and the range of its seeds."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
     colours = plt.get_cmap("tab10")
     for index, (name, found) in enumerate(results["methods"].items()):
         points, colour = curves(found), colours(index % 10)
@@ -40,7 +40,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for axes in panels:
         axes.grid(axis="y", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    lines = sorted(panels[1].get_lines(), key=lambda line: -line.get_ydata()[-1])  # the highest first
+    panels[1].legend(handles=lines, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
     figure.suptitle(f"tabletop, {results['task']}: {results['observation']}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

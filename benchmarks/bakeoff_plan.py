@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-from bakeoff_methods import METHODS, Method, Scale
+from bakeoff_methods import METHODS, Scale
 from common import table
 
 START = {"cuda": 25.0, "cpu": 10.0}  # seconds: imports, kernels from the cache, the first scenes
 EVALUATION = 30.0  # seconds of `deft compare` on the checkpoints of a run
 # Seconds of an update, by device and whether it has images. Those of PPO on Warp and SFT follow from
-# docs/results/gpu-simulation.md; the others are guesses, which the first parts of a bake-off correct.
+# docs/results/gpu-simulation.md; on one core of an Intel Xeon, updates without images took 4 to 10 ms. The others are
+# guesses, which the first parts of a bake-off correct.
 UPDATE = {("cuda", False): 0.001, ("cuda", True): 0.008, ("cpu", False): 0.01, ("cpu", True): 0.15}
-EAGER = 4.0  # an update that is not recorded as a CUDA graph takes this many times as long
+# On a GPU an update that is not recorded as a CUDA graph takes this many times as long. On the CPU none is recorded;
+# with images the factor is a guess.
+EAGER = {("cuda", False): 4.0, ("cuda", True): 4.0, ("cpu", False): 1.0, ("cpu", True): 4.0}
 CPU_STEPS = {False: 1200.0, True: 150.0}  # env steps per second of one core, by whether it renders images
 
 
@@ -40,24 +43,26 @@ def flag(words: list[object], name: str, default: float = 0.0) -> float:
     return float(str(words[words.index(name) + 1])) if name in words else default
 
 
-def num_updates(name: str, method: Method, scale: Scale, offline_updates: int, pretraining: int) -> float:
-    """Gradient updates of a method in all."""
+def num_updates(name: str, scale: Scale, offline_updates: int, pretraining: int, eager: float) -> float:
+    """Gradient updates of a method in all; those that are not recorded as a CUDA graph count `eager` times."""
+    method = METHODS[name]
     words, budget = method.flags(scale), scale.budget
     if name == "iql":
         return offline_updates
     if "--updates_per_step" in words:
-        return flag(words, "--updates_per_step") * budget + (EAGER * pretraining if method.before else 0.0)
+        return flag(words, "--updates_per_step") * budget + (eager * pretraining if method.before else 0.0)
     if "--updates_per_round" in words:
         size = flag(words, "--num_envs") * flag(words, "--rollout_steps")
-        return EAGER * flag(words, "--updates_per_round") * budget / size
+        return eager * flag(words, "--updates_per_round") * budget / size
     per_update = flag(words, "--batch_size") * 4  # env steps: a decision is 4 of them
-    return EAGER * flag(words, "--n_epochs") * budget / per_update
+    return eager * flag(words, "--n_epochs") * budget / per_update
 
 
 def seconds_of(name: str, scale: Scale, arguments: Any, cores: int) -> float:
     """Estimate the seconds of a method and the evaluation of its checkpoints, alone on the machine."""
     method, device = METHODS[name], "cpu" if arguments.device == "cpu" else "cuda"
-    updates = num_updates(name, method, scale, arguments.offline_updates, arguments.sft_updates)
+    eager = EAGER[device, scale.has_images]
+    updates = num_updates(name, scale, arguments.offline_updates, arguments.sft_updates, eager)
     rate = cores * CPU_STEPS[scale.has_images]
     if scale.on_warp and device == "cuda":
         rate = warp_rate(int(flag(method.flags(scale), "--num_envs", 256)), scale.has_images)
@@ -68,7 +73,8 @@ def imitation_seconds(arguments: Any, has_images: bool) -> float:
     """Estimate the seconds of demonstrations, of two SFT policies and of their evaluation, alone on the machine."""
     device = "cpu" if arguments.device == "cpu" else "cuda"
     recording = 50 * arguments.demonstrations / CPU_STEPS[has_images]  # episodes of about 50 steps, on one core
-    update = min(EAGER * UPDATE[device, has_images], 0.02 if device == "cuda" else 1.0)  # batches of 64 images
+    update = EAGER[device, has_images] * UPDATE[device, has_images]
+    update = min(update, 0.02 if device == "cuda" else 1.0)  # batches of 64 images
     evaluation = 0.0 if arguments.start_only else EVALUATION
     return START[device] + recording + 2 * (START[device] + update * arguments.sft_updates + evaluation)
 
