@@ -181,7 +181,7 @@ class EpisodePool(Sampler):
         episodes = np.searchsorted(self._ends, draws, "right")
         return episodes, draws - np.concatenate([[0], self._ends])[episodes]
 
-    def _stack(self, rows: Sequence[Any], dtype: Any = None) -> Tensor:
+    def _stack(self, rows: Any, dtype: Any = None) -> Tensor:
         """Return the rows of a batch as one tensor on the device."""
         return torch.from_numpy(np.stack(rows) if dtype is None else np.array(rows, dtype)).to(self.device)
 
@@ -355,24 +355,23 @@ class StreamingBuffer(EpisodePool):
 
     def _chunks(self, chosen: list[tuple[Episode, int]]) -> Batch:
         """Return the same for chunks, with the mask of real steps and the discount after them."""
-        length, gamma = self.chunk_length, self.chunk_gamma
-        weights = gamma ** np.arange(length)
-        actions, masks, rewards, terminated, discounts = [], [], [], [], []
-        for episode, step in chosen:
-            steps = np.arange(step, step + length)
-            real = steps < len(episode)
-            last = int(real.sum())
-            actions.append(episode.action[np.minimum(steps, len(episode) - 1)])
-            masks.append(real)
-            rewards.append(episode.reward[step : step + last] @ weights[:last])
-            terminated.append(episode.terminated[step + last - 1])
-            discounts.append(0.0 if terminated[-1] else gamma**last)
+        length, example = self.chunk_length, chosen[0][0].action
+        counts = np.array([min(len(episode) - step, length) for episode, step in chosen])
+        actions = np.empty((len(chosen), length, *example.shape[1:]), example.dtype)
+        rewards = np.zeros((len(chosen), length))
+        for row, ((episode, step), count) in enumerate(zip(chosen, counts.tolist(), strict=True)):
+            actions[row, :count] = episode.action[step : step + count]
+            actions[row, count:] = episode.action[-1]
+            rewards[row, :count] = episode.reward[step : step + count]
+        last = zip(chosen, counts.tolist(), strict=True)
+        terminated = np.array([episode.terminated[step + count - 1] for (episode, step), count in last])
+        gamma = self.chunk_gamma
         return {
-            schema.ACTION: self._stack(actions),
-            schema.STEP_MASK: self._stack(masks),
-            schema.NEXT_REWARD: self._stack(rewards, np.float32) * self._reward_scale,
+            schema.ACTION: torch.from_numpy(actions).to(self.device),
+            schema.STEP_MASK: torch.from_numpy(np.arange(length) < counts[:, None]).to(self.device),
+            schema.NEXT_REWARD: self._stack(rewards @ gamma ** np.arange(length), np.float32) * self._reward_scale,
             schema.NEXT_TERMINATED: self._stack(terminated, np.float32),
-            schema.DISCOUNT: self._stack(discounts, np.float32),
+            schema.DISCOUNT: self._stack(np.where(terminated, 0.0, gamma**counts), np.float32),
         }
 
 
