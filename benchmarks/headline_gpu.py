@@ -32,6 +32,8 @@ IMAGES = ["--env-kwargs", "observation=images", *PLAIN]
 SHORT_NAMES = 'domain_randomization={"short_name_rate": 0.5}'
 DEMONSTRATED = ['task_weights={"place": 2.5, "push": 1.5}', SHORT_NAMES]
 LABELS = "sft-labels"
+SPARSE = ["--recipe", "tabletop-ppo", "--env-kwargs", "reward=sparse", "--rollout_steps", 4, "--desired_kl", 0.03]
+SPARSE += ["--value_updates", 32, "--exploration_scale", 0.6]
 
 
 class Run(NamedTuple):
@@ -44,7 +46,12 @@ class Run(NamedTuple):
 
 RUNS = {
     "dense": Run("PPO, dense reward", "sft", ["--recipe", "tabletop-ppo"]),
-    "sparse": Run("PPO, reward = success only", "sft", ["--recipe", "tabletop-ppo", "--env-kwargs", "reward=sparse"]),
+    "sparse": Run("PPO, reward = success only", "sft", SPARSE),
+    "imitation": Run(
+        "PPO with self-imitation, reward = success only",
+        "sft",
+        [*SPARSE, "--self_imitation_coef", 10, "--self_imitation_return", 0.5],
+    ),
     "grpo": Run("GRPO, dense reward", "sft", ["--recipe", "tabletop-grpo"]),
     "labels": Run(
         "PPO, dense reward, with position labels", LABELS, ["--recipe", "tabletop-ppo-labels", "--vector", "warp"]
