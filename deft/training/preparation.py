@@ -67,12 +67,20 @@ def check_machine(name: str, recipe: Recipe, config: Any, extras: Extras) -> Non
             f"recipe {name}: needs a CUDA GPU (vector: {config.env.vector}), and torch finds none; on the CPU, slowly: "
             "--vector process --num-envs 32"
         )
+    is_needed = {"warp": on_gpu, "data": reads_data(recipe, config)}
     for extra in recipe.extras:
         found = extras.get(extra, {"missing": []})
-        if found["missing"] and (extra != "warp" or on_gpu):
+        if found["missing"] and is_needed.get(extra, True):
             raise InputError(f"recipe {name}: needs {', '.join(found['missing'])}: {found['install']}")
     for suite in recipe.suites:
         find_suite(suite).check_installed(f"recipe {name}")
+
+
+def reads_data(recipe: Recipe, config: Any) -> bool:
+    """Whether a dataset is read or recorded; not by RL from a policy that is there."""
+    if not isinstance(config, RunConfig) or getattr(config.algorithm.cfg, "prior_data", None) is not None:
+        return True
+    return next(unfinished(recipe, config), None) is not None
 
 
 def unfinished(recipe: Recipe, config: Any) -> Iterator[tuple[Step, str]]:

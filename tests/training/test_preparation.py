@@ -128,6 +128,15 @@ def test_a_missing_gpu_or_extra_is_one_line_before_anything_is_made(monkeypatch)
         commands("driving-sft", data=["h5py"])
 
 
+def test_rl_from_a_policy_that_is_there_needs_no_datasets():
+    online = ["tabletop-ppo", "--vector", "process", "--device", "cpu"]
+    with pytest.raises(InputError, match="recipe tabletop-ppo: needs minari: install data"):
+        commands(*online, data=["minari"])
+    assert commands(*online, "--model-path", "mine", data=["minari"]) == []
+    with pytest.raises(InputError, match="needs minari"):
+        commands("metaworld-mt10-dagger-labels", "--model-path", "mine", "--prior_data", "demos", data=["minari"])
+
+
 def test_a_suite_that_is_missing_is_an_error_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("DEFT_SUITES", str(tmp_path))
     for name in ("metaworld-mt10-sft", "metaworld-mt10-ppo"):
