@@ -48,6 +48,11 @@ class ActionCritic(PrivilegedTraining):
             raise InputError(
                 "action_critic_coef: is for continuous actions of a policy without memory; use action_critic_coef 0"
             )
+        if not policy.can_reparameterize:
+            raise InputError(
+                f"action_critic_coef: the actions of {policy.described} have no gradient; use a Gaussian policy "
+                "(vla-tiny: head=gaussian), or action_critic_coef 0"
+            )
         self.policy: Any = policy
         self.encoder = policy.critic.encoder
         with torch.random.fork_rng(devices=[]):
@@ -62,11 +67,6 @@ class ActionCritic(PrivilegedTraining):
 
         A(s, a) through the actions, with their noise held fixed; and for each dim with a few values Σ_v p(v) A(s, a_v).
         """
-        if "reparameterized" not in scored:
-            raise InputError(
-                f"action_critic_coef: the actions of {type(self.policy).__name__} have no gradient; use vla-tiny or a "
-                "Gaussian policy, or action_critic_coef 0"
-            )
         features = self.encoder(observation)
         found = self._outputs(features, scored["reparameterized"], frozen=True).mean(0)
         if "alternatives" not in scored:

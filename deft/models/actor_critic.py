@@ -225,7 +225,7 @@ class ActorCritic(Policy):
         self.noise_shape = self.head.noise_shape
         self.can_inpaint = self.noise_shape is not None
         self.has_samples = self.noise_shape is None
-        self.has_mean = self.is_continuous and self.has_samples
+        self.has_mean = self.can_reparameterize = self.is_continuous and self.has_samples
         self.action_dim = getattr(self.head, "action_dim", None)
         self._small_actor: tuple[int, SmallActor] | None = None
         self.register_load_state_dict_pre_hook(_translate_weights)
@@ -234,6 +234,11 @@ class ActorCritic(Policy):
         """PPO's networks: orthogonal weights, actor and value in one batched matmul."""
         config = self.policy_config
         assert config is not None
+        if config.distribution in DENOISING_CHUNKS:
+            raise InputError(
+                f"distribution: PPO and GRPO create Gaussian policies, and '{config.distribution}' must come from another "
+                "run: give it as model_path (deft train sft makes one), or remove distribution"
+            )
         self.encoder = ObservationEncoder(self._spaces[0], config.encoder_dim, config.normalize_observation)
         self.head: ActionHead = action_head(self._spaces[1], config.log_std_init)
         width = self.encoder.dim

@@ -18,6 +18,9 @@ Drawn: TypeAlias = tuple[Tensor, Tensor, dict[str, Tensor]]
 class Chunks(nn.Module):
     """A distribution over chunks of actions [B, K, A], given features [B, F]."""
 
+    can_reparameterize: bool = False
+    """Whether it defines `reparameterize`."""
+
     def __init__(self, chunk_length: int, action_dim: int) -> None:
         super().__init__()
         self.shape = (chunk_length, action_dim)
@@ -32,9 +35,7 @@ class Chunks(nn.Module):
 
     def reparameterize(self, features: Tensor, actions: Tensor) -> Tensor:
         """The actions [B, K, A] themselves, as functions of the features with the noise of each held fixed."""
-        raise InputError(
-            f"action_critic_coef: {type(self).__name__} has no actions with a gradient; use a Gaussian head, or 0"
-        )
+        raise TypeError(f"{type(self).__name__} does not define reparameterize")
 
     def alternatives(self, features: Tensor, actions: Tensor) -> tuple[Tensor, Tensor] | None:
         """The actions with other values in a dim that has a few, [B, n, K, A], and the probabilities of these, [B, n].

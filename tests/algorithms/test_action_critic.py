@@ -158,12 +158,12 @@ def test_its_gradient_is_nearer_to_the_true_one_than_that_of_ppo() -> None:
 # -- a VLA model with a switch -----------------------------------------------------------------------------------------
 
 
-def make_vla() -> VLAPolicy:
+def make_vla(**changes: Any) -> VLAPolicy:
     """A policy on images of 16 pixels; the second number of an action is a switch."""
     sizes = {"action_dim": 2, "chunk_length": 2, "image_keys": ["rgb"], "image_size": 16, "cell": 4, "width": 16}
     space = spaces.Dict({"rgb": spaces.Box(0, 255, (3, 16, 16), np.uint8), "number": spaces.Box(-1, 1, (1,))})
     torch.manual_seed(0)
-    model = TinyVLAModel(**sizes, proprio_key=None, instruction_key=None, switch_dims=[-1])
+    model = TinyVLAModel(**sizes, proprio_key=None, instruction_key=None, switch_dims=[-1], **changes)
     config = PolicyConfig(critic_observation=("number",))
     return VLAPolicy(model, observation_space=space, action_space=spaces.Box(-1, 1, (2, 2)), config=config)
 
@@ -236,9 +236,10 @@ def test_what_it_cannot_do_is_said_in_one_line() -> None:
         with_critic.load_state_dict(without.state_dict())
     with pytest.raises(InputError, match="action_critic_coef was above 0 in this run"):
         without.load_state_dict(with_critic.state_dict())
-    token = TinyVLAModel(action_dim=2, chunk_length=2, image_keys=["rgb"], image_size=16, cell=4, head="token")
-    with pytest.raises(InputError, match="action_critic_coef: TokenChunks has no actions with a gradient"):
-        token.head.reparameterize(torch.zeros(1, 256), torch.zeros(1, 2, 2))
+    with pytest.raises(
+        InputError, match=r"action_critic_coef: the actions of .* have no gradient; use a Gaussian policy"
+    ):
+        PPO(make_vla(head="flow"), PPOSettings(action_critic_coef=1.0))  # before anything is collected
 
 
 # -- GRPO --------------------------------------------------------------------------------------------------------------

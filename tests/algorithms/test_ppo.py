@@ -406,3 +406,9 @@ def test_eager_and_compiled_agree():
             torch.testing.assert_close(eager_metrics[name], compiled_metrics[name], atol=1e-5, rtol=1e-4)
     for mine, other in zip(eager_policy.parameters(), compiled_policy.parameters(), strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+
+
+def test_a_flow_from_new_weights_is_an_error_and_not_ignored():
+    config = PolicyConfig(distribution="flow")
+    with pytest.raises(InputError, match=r"distribution: PPO and GRPO create Gaussian policies, .*model_path"):
+        ActorCritic(spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (1,)), config)

@@ -40,7 +40,7 @@ class GaussianChunks(Chunks):
         imitation: str,
     ) -> None:
         super().__init__(chunk_length, action_dim)
-        self.imitation = imitation
+        self.imitation, self.can_reparameterize = imitation, True
         self.out = _small_output(width, chunk_length * action_dim)
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
         self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
@@ -173,6 +173,7 @@ class SwitchedChunks(Chunks):
     def __init__(self, others: Chunks, width: int, chunk_length: int, action_dim: int, dims: Sequence[int]) -> None:
         super().__init__(chunk_length, action_dim)
         self.others, self.dims = others, list(dims)
+        self.can_reparameterize = others.can_reparameterize
         self.rest = [dim for dim in range(action_dim) if dim not in self.dims]
         # Tensors on the device of the actions: to index with a list would copy it there each time, and wait for it.
         self.register_buffer("switches", torch.tensor(self.dims), persistent=False)

@@ -148,9 +148,12 @@ class BaseVLAModel(nn.Module, ABC):
         """Return what `evaluate` returns, the actions as functions of the weights with their noise held fixed, and
         their `alternatives` in dims that have a few values: see `Chunks`.
         """
-        raise InputError(
-            f"action_critic_coef: {type(self).__name__} has no actions with a gradient; it is for vla-tiny: use 0"
-        )
+        raise TypeError(f"{type(self).__name__} does not define evaluate_path")
+
+    @property
+    def can_reparameterize(self) -> bool:
+        """Whether `evaluate_path` returns actions with a gradient; a critic of actions needs it."""
+        return overrides(self, "evaluate_path")
 
     def set_precision(self, dtype: torch.dtype) -> None:
         """Compute most of the forward pass in `dtype`, and log-probs, entropy and value in float32."""

@@ -100,7 +100,7 @@ class VLAPolicy(ActionScale, Policy):
         if self.critic_streams and self.streams is None and isinstance(observation_space, gymnasium.spaces.Dict):
             self.streams = frozenset(observation_space)
         self.has_mean, self.has_samples = self.model.has_mean, self.model.has_samples
-        self.noise_shape = self.model.noise_shape
+        self.noise_shape, self.can_reparameterize = self.model.noise_shape, self.model.can_reparameterize
         self.can_inpaint = self.noise_shape is not None and self.model.can_inpaint
         self.acts_on_features = self.encoder is None and self.model.shares_features
         self.reward_normalizer = RewardNormalizer() if config.normalize_reward else None

@@ -288,6 +288,11 @@ class TinyVLAModel(StreamVLA):
             )
         return self._scored(self._features_of(observations, sample), actions, action_mask, sample)
 
+    @property
+    def can_reparameterize(self) -> bool:
+        """Whether the head has means."""
+        return self.head.can_reparameterize
+
     def evaluate_path(
         self, observations: TensorDictBase, actions: Tensor, action_mask: Tensor | None = None, sample: Sample = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]:
