@@ -24,8 +24,8 @@ class Rollouts:
     """Store `schema.NEXT_OBSERVATION` instead of `schema.NEXT_VALUE`."""
     reward_terms: bool = False
     """Store the named terms of the reward as `schema.NEXT_REWARD_TERMS`."""
-    consecutive: bool = False
-    """Each rollout must continue the episodes of the one before, column by column."""
+    consecutive: str = ""
+    """The settings, if any, for which each rollout must continue the episodes of the one before, column by column."""
 
 
 @dataclass(frozen=True, kw_only=True)

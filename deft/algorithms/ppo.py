@@ -71,7 +71,8 @@ class PPO(PolicyGradient):
     @property
     def experience(self) -> Rollouts:
         """Rollouts, which `value_updates` and `self_imitation_coef` join in time."""
-        return Rollouts(consecutive=self.value_history is not None or self.self_imitation is not None)
+        needed = {"value_updates": self.value_history, "self_imitation_coef": self.self_imitation}
+        return Rollouts(consecutive=", ".join(name for name, part in needed.items() if part is not None))
 
     def update(self, batches: Iterator[TensorDictBase]) -> Metrics:
         """One rollout [T, N], several epochs of minibatches."""

@@ -21,6 +21,7 @@ from deft.errors import InputError
 from deft.models.policy import Policy
 
 CAPACITY = 20_000  # decisions in memory
+MEMORY_BYTES = 2**29  # largest size of the memory; with images it can make CAPACITY smaller
 LONGEST = 512  # decisions of an episode; of a longer one the last ones are imitated
 EPISODES_BYTES = 3 * 2**29  # largest size of the episodes under way; with images it can make LONGEST smaller
 SHORTEST = 16  # decisions that are kept whatever their size
@@ -31,15 +32,14 @@ AUGMENTATION = ("shift",)
 class SelfImitation:
     """L = mean over decisions of ℓ(a | s), the policy's imitation loss; sampled in proportion to (R − V(s))₊.
 
-    R is the discounted return of an episode that has ended, from the decision on, and V the value function of now. The
+    R is the discounted return of an episode that has ended, from the decision on, and V the current value function. The
     memory keeps the decisions with the largest (R − V(s))₊: rare successes stay until they are expected.
     """
 
     def __init__(self, policy: Policy, least_return: float | None, seed: int) -> None:
         if policy.recurrent or not policy.is_continuous:
-            raise InputError(
-                "self_imitation_coef: is for continuous actions of a policy without memory; use self_imitation_coef 0"
-            )
+            what = "a policy with memory" if policy.recurrent else "discrete actions"
+            raise InputError(f"self_imitation_coef: is not for {what}; use self_imitation_coef 0")
         if are_sharded(policy.parameters()):
             raise InputError("self_imitation_coef: not with fsdp; train without one of the two")
         self.policy: Any = policy
@@ -111,11 +111,14 @@ class SelfImitation:
 
     def _insert(self, found: TensorDictBase) -> None:
         """Add decisions; where the memory is full they replace those of lower priority."""
-        best: Any = found[found[PRIORITY].argsort(descending=True, stable=True)[:CAPACITY]]
+        if not len(found):
+            return
+        capacity = min(CAPACITY, max(1, MEMORY_BYTES * len(found) // found.bytes()))
+        best: Any = found[found[PRIORITY].argsort(descending=True, stable=True)[:capacity]]
         if self.memory is None:
             self.memory = best
             return
-        free = CAPACITY - len(self.memory)
+        free = capacity - len(self.memory)
         if free:
             self.memory = torch.cat([self.memory, best[:free]])
         rest = best[free:]
@@ -147,7 +150,7 @@ class SelfImitation:
             self.memory[PRIORITY] = self._before[1]
 
     def _value(self, rows: TensorDictBase) -> Tensor:
-        """V of now, [B]; a critic of privileged streams needs no images."""
+        """Current V, [B]; a critic of privileged streams needs no images."""
         critic = self.policy.critic
         if critic is None:
             return self.policy.get_value(rows.select(schema.OBSERVATION)).float()

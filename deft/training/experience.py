@@ -54,9 +54,9 @@ def make_collection(
     is_asynchronous = in_background or (isinstance(env, ClusterEnv) and settings.max_staleness > 0)
     if is_asynchronous and isinstance(experience, Rollouts) and experience.consecutive:
         raise InputError(
-            f"value_updates, self_imitation_coef: {algorithm.name} joins rollouts in time, and those of asynchronous "
-            "collection may be left out or come in another order; use buffer_type 'standard' and max_staleness 0, or "
-            "leave both at 0"
+            f"{experience.consecutive}: {algorithm.name} joins rollouts in time, and those of asynchronous collection "
+            "may be left out or come in another order; use buffer_type 'standard' and max_staleness 0, or 0 for this "
+            "setting"
         )
     # Steps stay on the environments' device where the policy is there too; a background collector's ring is in main
     # memory.

@@ -123,6 +123,14 @@ def test_a_full_memory_keeps_what_is_least_expected(monkeypatch: pytest.MonkeyPa
     assert sorted(memory.memory[RETURN].tolist()) == [7.0, 8.0, 9.0]
 
 
+def test_large_observations_make_the_memory_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A decision in memory has 1 + 2 + 1 + 1 numbers of 4 bytes: 45 bytes are 2 decisions.
+    monkeypatch.setattr(self_imitation, "MEMORY_BYTES", 45)
+    memory = SelfImitation(make_policy(), None, seed=0)
+    memory.remember(*rollout([[1.0, 3.0, 2.0]], [[1, 1, 1]], [[0.0, 0.0, 0.0]]))
+    assert memory.memory[RETURN].tolist() == [3.0, 2.0]
+
+
 def test_it_draws_by_what_is_above_the_value_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = make_policy()
     memory = SelfImitation(policy, None, seed=0)
@@ -317,11 +325,13 @@ def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Any, critic_observation:
 
 def test_what_it_cannot_do_is_said_in_one_line() -> None:
     discrete = ActorCritic(SPACE, spaces.Discrete(2), PolicyConfig())
-    with pytest.raises(InputError, match=r"self_imitation_coef: is for continuous actions .*use self_imitation_coef 0"):
+    with pytest.raises(InputError, match="self_imitation_coef: is not for discrete actions; use self_imitation_coef 0"):
         PPO(discrete, PPOSettings(self_imitation_coef=1.0))
+    with pytest.raises(InputError, match="self_imitation_coef: is not for a policy with memory"):
+        PPO(make_policy(memory_hidden=4), PPOSettings(self_imitation_coef=1.0))
     with pytest.raises(ValueError, match="self_imitation_return: nothing is imitated; give self_imitation_coef"):
         PPOSettings(self_imitation_return=0.5)
     without, with_it = PPO(make_policy(), PPOSettings()), PPO(make_policy(), PPOSettings(self_imitation_coef=1.0))
-    assert (without.experience, with_it.experience) == (Rollouts(), Rollouts(consecutive=True))
+    assert (without.experience, with_it.experience) == (Rollouts(), Rollouts(consecutive="self_imitation_coef"))
     with pytest.raises(InputError, match="self_imitation_coef was 0 in this run"):
         with_it.load_state_dict(without.state_dict())
