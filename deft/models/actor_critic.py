@@ -236,8 +236,8 @@ class ActorCritic(Policy):
         assert config is not None
         if config.distribution in DENOISING_CHUNKS:
             raise InputError(
-                f"distribution: PPO and GRPO create Gaussian policies, and '{config.distribution}' must come from another "
-                "run: give it as model_path (deft train sft makes one), or remove distribution"
+                f"distribution: PPO and GRPO create Gaussian policies; a {config.distribution} policy must come from "
+                "another run: give it as model_path (deft train sft makes one), or remove distribution"
             )
         self.encoder = ObservationEncoder(self._spaces[0], config.encoder_dim, config.normalize_observation)
         self.head: ActionHead = action_head(self._spaces[1], config.log_std_init)

@@ -410,5 +410,5 @@ def test_eager_and_compiled_agree():
 
 def test_a_flow_from_new_weights_is_an_error_and_not_ignored():
     config = PolicyConfig(distribution="flow")
-    with pytest.raises(InputError, match=r"distribution: PPO and GRPO create Gaussian policies, .*model_path"):
+    with pytest.raises(InputError, match=r"distribution: PPO and GRPO create Gaussian policies; .*model_path"):
         ActorCritic(spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (1,)), config)
