@@ -17,9 +17,9 @@ simulates on MuJoCo Warp; DAgger's expert stays in the CPU simulator.
 The plan with estimated times is printed first; `--plan` prints nothing else. `--start-only` makes demonstrations and
 SFT policies, on any machine; a call with the same RESULTS continues from them. `--parallel N` runs N commands side by
 side, each on its part of the cores. RESULTS has results.json, table.md and bakeoff.png, written again after every
-method. After `--stop-after` minutes commands are stopped, and save. The same command resumes where it was stopped, also
-within a run; finished steps are not repeated. Unknown flags are passed to every training. The exit status is 1 if a
-method failed or something is left to do; the table then has the others.
+method. After `--stop-after` minutes, or Ctrl-C, commands are stopped, and save. The same command resumes where it was
+stopped, also within a run; finished steps are not repeated. Unknown flags are passed to every training. The exit status
+is 1 if a method failed or something is left to do, and 130 after Ctrl-C; the table then has the others.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BakeOff(TimedBench):
         arguments.cores = max(1, cores // arguments.parallel)
         super().__init__(arguments)
         self.world = WORLDS[arguments.observation]
-        self.forked = Forked(self.width) if arguments.device == "cpu" else None
+        self.forked = Forked(self.width, self.is_interrupted) if arguments.device == "cpu" else None
         self.on_warp = arguments.vector == "warp"
         task = [f"task={arguments.task}", "control_mode=delta_ee_pos", f"observation={self.world.observation}"]
         self.env: list[object] = ["--env", "tabletop", "--env-kwargs", *task]
@@ -357,9 +357,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if results:
         print(write(arguments, results, time.monotonic() - bench.started), flush=True)
         print(f"written: {arguments.results}/results.json, table.md, bakeoff.png", flush=True)
-    if is_left:
-        print("stopped by --stop-after; the same command continues", flush=True)
-    return 1 if failures or is_left else 0
+    return bench.exit_status(failures, is_left)
 
 
 if __name__ == "__main__":

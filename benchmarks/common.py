@@ -13,7 +13,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -144,6 +146,13 @@ def print_machine() -> None:
     facts = machine()
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     print(f"{facts['cpu']}, {facts['cores']} cores; {versions}", flush=True)
+
+
+def waits(limit: float | None, is_over: threading.Event, longest: float = 0.2) -> Iterator[float]:
+    """Yield the seconds of short waits, until `limit` seconds have passed or `is_over` is set."""
+    end = math.inf if limit is None else time.monotonic() + limit
+    while not is_over.is_set() and (left := end - time.monotonic()) > 0:
+        yield min(left, longest)
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

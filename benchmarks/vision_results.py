@@ -122,9 +122,7 @@ def compare(arguments: argparse.Namespace, only_plan: bool = False) -> int:
     for failure in failures:
         print(failure, file=sys.stderr, flush=True)
     show(seeds)
-    if is_left:
-        print("stopped by --stop-after; the same command continues", flush=True)
-    return 1 if failures or is_left else 0
+    return bench.exit_status(failures, is_left)
 
 
 class VisionBench(TimedBench):
