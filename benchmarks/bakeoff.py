@@ -37,10 +37,12 @@ from typing import Any
 
 from bakeoff_methods import DISTILLATION, FLOW, METHODS, WORLDS, Method, Scale
 from bakeoff_plan import Part, Plan, imitation_seconds, seconds_of
-from common import last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
+from common import at_least_one, last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
 from forked import Forked
 from headline import steps_to
 from timed_bench import Job, TimedBench
+
+from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS
 
 START = "demonstrations, SFT"  # the part of a seed that all methods need
 Results = dict[str, dict[int, dict[str, Any]]]  # of each method and seed
@@ -310,11 +312,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200_000, help="env steps of each method, demonstrations included")
+    parser.add_argument(
+        "--steps", type=at_least_one, default=200_000, help="env steps of each method, demonstrations included"
+    )
     parser.add_argument("--vector", choices=("cpu", "warp"), default="cpu", help="simulator")
-    parser.add_argument("--num-envs", type=int, help="environments of every method on Warp, for tests")
-    parser.add_argument("--marks", type=int, default=5, help="checkpoints that are evaluated")
-    parser.add_argument("--task", default="all", help="of the tabletop: all, reach, push, pick or place")
+    parser.add_argument("--num-envs", type=at_least_one, help="environments of every method on Warp, for tests")
+    parser.add_argument("--marks", type=at_least_one, default=5, help="checkpoints that are evaluated")
+    parser.add_argument("--task", choices=(ALL_TASKS, *GOAL_TASKS), default=ALL_TASKS, help="of the tabletop")
     seen = parser.add_mutually_exclusive_group()
     for name, text in (
         ("labels", "train with position labels"),
@@ -322,14 +326,18 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         ("state", "state vectors instead of images and text"),
     ):
         seen.add_argument(f"--{name}", dest="observation", action="store_const", const=name, help=text)
-    parser.add_argument("--demonstrations", type=int, default=100, help="episodes of the expert")
+    parser.add_argument("--demonstrations", type=at_least_one, default=100, help="episodes of the expert")
     parser.add_argument("--noise", type=float, default=0.3, help="on the expert's actions")
-    parser.add_argument("--sft-updates", type=int, default=3000, help="of SFT, and of the pretraining of qc-fql")
-    parser.add_argument("--offline-updates", type=int, default=5000, help="of IQL")
-    parser.add_argument("--episodes", type=int, default=100, help="of each evaluation")
-    parser.add_argument("--episode-steps", type=int, help="a time limit instead of the environment's 150 steps")
+    parser.add_argument(
+        "--sft-updates", type=at_least_one, default=3000, help="of SFT, and of the pretraining of qc-fql"
+    )
+    parser.add_argument("--offline-updates", type=at_least_one, default=5000, help="of IQL")
+    parser.add_argument("--episodes", type=at_least_one, default=100, help="of each evaluation")
+    parser.add_argument(
+        "--episode-steps", type=at_least_one, help="a time limit instead of the environment's 150 steps"
+    )
     parser.add_argument("--level", type=float, default=0.8, help="success to which env steps are counted")
-    parser.add_argument("--parallel", type=int, default=1, help="commands side by side; the cores are divided")
+    parser.add_argument("--parallel", type=at_least_one, default=1, help="commands side by side; the cores are divided")
     parser.add_argument("--minutes", type=float, help="after which a training is stopped")
     parser.add_argument("--stop-after", type=float, help="minutes of this call, after which all commands are stopped")
     parser.add_argument("--plan", action="store_true", help="print the plan alone")

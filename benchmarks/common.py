@@ -6,6 +6,7 @@ Every script in this folder imports it; nothing in `deft` does. Run the scripts 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -146,6 +147,13 @@ def print_machine() -> None:
     facts = machine()
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     print(f"{facts['cpu']}, {facts['cores']} cores; {versions}", flush=True)
+
+
+def at_least_one(word: str) -> int:
+    """Return the integer of an argument; reject one below 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, not {word}")
+    return int(word)
 
 
 def waits(limit: float | None, is_over: threading.Event, longest: float = 0.2) -> Iterator[float]:

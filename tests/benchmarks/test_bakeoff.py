@@ -73,6 +73,22 @@ def test_the_plan_has_what_is_left(bakeoff, tmp_path, capsys):
     assert plan.minutes_left() == pytest.approx(2 * (before - first.seconds / 60))
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--steps", "0"], "--steps: must be an integer of 1 or more, not 0"),
+        (["--episodes", "-1"], "--episodes: must be an integer of 1 or more, not -1"),
+        (["--marks", "two"], "--marks: must be an integer of 1 or more, not two"),
+        (["--task", "fly"], "--task: invalid choice: 'fly'"),
+    ],
+)
+def test_settings_that_cannot_be_are_rejected(bakeoff, tmp_path, capsys, words, error):
+    with pytest.raises(SystemExit, match="2"):
+        bakeoff.main(["--plan", "--results", str(tmp_path / "out"), *words])
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_stopped_is_left_for_the_next_call(bakeoff, tmp_path, monkeypatch, capsys):
     def deft(self, *words, minutes=None):
         assert 0 < minutes <= 1e-3
