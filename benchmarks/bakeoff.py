@@ -17,9 +17,11 @@ simulates on MuJoCo Warp; DAgger's expert stays in the CPU simulator.
 The plan with estimated times is printed first; `--plan` prints nothing else. `--start-only` makes demonstrations and
 SFT policies, on any machine; a call with the same RESULTS continues from them. `--parallel N` runs N commands side by
 side, each on its part of the cores. RESULTS has results.json, table.md and bakeoff.png, written again after every
-method. After `--stop-after` minutes, or Ctrl-C, commands are stopped, and save. The same command resumes where it was
-stopped, also within a run; finished steps are not repeated. Unknown flags are passed to every training. The exit status
-is 1 if a method failed or something is left to do, and 130 after Ctrl-C; the table then has the others.
+method, and settings.json: a call with other settings is rejected. Settings that only methods depend on, as `--steps`,
+can still be changed while there are only demonstrations and SFT policies. After `--stop-after` minutes, or Ctrl-C,
+commands are stopped, and save. The same command resumes where it was stopped, also within a run; finished steps are not
+repeated. Unknown flags are passed to every training. The exit status is 1 if a method failed or something is left to
+do, and 130 after Ctrl-C; the table then has the others.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ from bakeoff_plan import Part, Plan, imitation_seconds, seconds_of
 from common import at_least_one, last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
 from forked import Forked
 from headline import steps_to
-from timed_bench import Job, TimedBench
+from timed_bench import Job, TimedBench, keep_settings
 
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS
 
 START = "demonstrations, SFT"  # the part of a seed that all methods need
+START_SETTINGS = ("task", "observation", "demonstrations", "noise", "sft_updates", "episode_steps", "flags")
+METHOD_SETTINGS = ("vector", "steps", "marks", "offline_updates", "episodes", "num_envs")  # of all that follows
 Results = dict[str, dict[int, dict[str, Any]]]  # of each method and seed
 
 
@@ -80,6 +84,9 @@ class BakeOff(TimedBench):
         expert = ["--policy", "expert", "--noise", given.noise, "--episodes", given.demonstrations, "--num_envs", 4]
         words = ["collect", *self.env, *self.limit, *expert, "--seed", 1_000_000 * seed, "--out", demos]
         found = {"demos": self.step(seed, "demos", *words)}
+        found["env_steps"] = int(found["demos"]["total_steps"])
+        if found["env_steps"] >= given.steps and not given.start_only:
+            raise SystemExit(f"--steps {given.steps}: the demonstrations alone are {found['env_steps']} env steps")
         starts = dict.fromkeys(METHODS[name].start for name in given.methods)
         for name in starts:
             head = self.world.flow if name == FLOW else self.world.gaussian
@@ -89,9 +96,6 @@ class BakeOff(TimedBench):
             last = last_checkpoint(folder / name)
             success = self.successes(seed, name, [last])[0]
             found[name] = {"seconds": seconds_at(folder / name, last), "success": success}
-        found["env_steps"] = int(found["demos"]["total_steps"])
-        if found["env_steps"] >= given.steps:
-            raise SystemExit(f"--steps {given.steps}: the demonstrations alone are {found['env_steps']} env steps")
         return found
 
     def imitate(self, seed: int, name: str, *words: object) -> dict[str, Any]:
@@ -349,11 +353,22 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def same_settings(arguments: argparse.Namespace) -> None:
+    """End the program if an earlier call has results of other settings; keep the settings of this call."""
+    names = START_SETTINGS if arguments.start_only else START_SETTINGS + METHOD_SETTINGS
+    starts = ("demos", "demos-v0", "sft", "sft-gaussian")  # folders and files, by their stems
+    has_more = any(path.stem not in starts for path in arguments.results.glob("seed-*/*"))
+    settings = {name: vars(arguments)[name] for name in names}
+    compared = names if has_more else START_SETTINGS
+    keep_settings(arguments.results, settings, compared, only_check=arguments.plan)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """All seeds and methods, the table and the plot."""
     arguments = parse(words)
     print_machine()
     arguments.results.mkdir(parents=True, exist_ok=True)
+    same_settings(arguments)
     bench = BakeOff(arguments)
     plan = bench.plan()
     print(plan, flush=True)

@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bakeoff_plan import Plan
 from headline import STOPPED, Bench
+
+from deft.runs.json_files import read_json, write_json
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -121,6 +124,24 @@ class TimedBench(Bench):
             if self.is_interrupted.is_set():
                 return INTERRUPTED
         return 1 if failures or is_left else 0
+
+
+def keep_settings(results: Path, settings: dict[str, Any], compared: Iterable[str], only_check: bool = False) -> None:
+    """End the program if an earlier call has had other settings in `compared`; keep all in settings.json.
+
+    Settings that the earlier calls have not kept are not compared.
+    """
+    kept = read_json(results / "settings.json") or {}
+    check_settings(results, kept, {name: settings[name] for name in compared})
+    if not only_check:
+        write_json({**kept, **settings}, results / "settings.json")
+
+
+def check_settings(results: Path, kept: dict[str, Any], settings: dict[str, Any]) -> None:
+    """End the program if settings differ from those that the results in the folder were made with."""
+    other = [f"{name}: {kept[name]}, not {value}" for name, value in settings.items() if kept.get(name, value) != value]
+    if other:
+        raise SystemExit(f"{results} has results of other settings ({'; '.join(other)}); use another --results")
 
 
 @contextlib.contextmanager
