@@ -17,9 +17,11 @@ simulates on MuJoCo Warp; DAgger's expert stays in the CPU simulator.
 The plan with estimated times is printed first; `--plan` prints nothing else. `--start-only` makes demonstrations and
 SFT policies, on any machine; a call with the same RESULTS continues from them. `--parallel N` runs N commands side by
 side, each on its part of the cores. RESULTS has results.json, table.md and bakeoff.png, written again after every
-method. After `--stop-after` minutes commands are stopped, and save. The same command resumes where it was stopped, also
-within a run; finished steps are not repeated. Unknown flags are passed to every training. The exit status is 1 if a
-method failed or something is left to do; the table then has the others.
+method, and settings.json: a call with other settings is rejected. Settings that only methods depend on, as `--steps`,
+can still be changed while there are only demonstrations and SFT policies. After `--stop-after` minutes, or Ctrl-C,
+commands are stopped, and save. The same command resumes where it was stopped, also within a run; finished steps are not
+repeated. Unknown flags are passed to every training. The exit status is 1 if a method failed or something is left to
+do, and 130 after Ctrl-C; the table then has the others.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ from typing import Any
 
 from bakeoff_methods import DISTILLATION, FLOW, METHODS, WORLDS, Method, Scale
 from bakeoff_plan import Part, Plan, imitation_seconds, seconds_of
-from common import last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
+from common import at_least_one, last_checkpoint, machine, over_seeds, print_machine, share_over_seeds, table
 from forked import Forked
 from headline import steps_to
-from timed_bench import Job, TimedBench
+from timed_bench import Job, TimedBench, keep_settings
+
+from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS
 
 START = "demonstrations, SFT"  # the part of a seed that all methods need
+START_SETTINGS = ("task", "observation", "demonstrations", "noise", "sft_updates", "episode_steps", "flags")
+METHOD_SETTINGS = ("vector", "steps", "marks", "offline_updates", "episodes", "num_envs")  # of all that follows
 Results = dict[str, dict[int, dict[str, Any]]]  # of each method and seed
 
 
@@ -54,7 +60,7 @@ class BakeOff(TimedBench):
         arguments.cores = max(1, cores // arguments.parallel)
         super().__init__(arguments)
         self.world = WORLDS[arguments.observation]
-        self.forked = Forked(self.width) if arguments.device == "cpu" else None
+        self.forked = Forked(self.width, self.is_interrupted) if arguments.device == "cpu" else None
         self.on_warp = arguments.vector == "warp"
         task = [f"task={arguments.task}", "control_mode=delta_ee_pos", f"observation={self.world.observation}"]
         self.env: list[object] = ["--env", "tabletop", "--env-kwargs", *task]
@@ -78,6 +84,9 @@ class BakeOff(TimedBench):
         expert = ["--policy", "expert", "--noise", given.noise, "--episodes", given.demonstrations, "--num_envs", 4]
         words = ["collect", *self.env, *self.limit, *expert, "--seed", 1_000_000 * seed, "--out", demos]
         found = {"demos": self.step(seed, "demos", *words)}
+        found["env_steps"] = int(found["demos"]["total_steps"])
+        if found["env_steps"] >= given.steps and not given.start_only:
+            raise SystemExit(f"--steps {given.steps}: the demonstrations alone are {found['env_steps']} env steps")
         starts = dict.fromkeys(METHODS[name].start for name in given.methods)
         for name in starts:
             head = self.world.flow if name == FLOW else self.world.gaussian
@@ -87,9 +96,6 @@ class BakeOff(TimedBench):
             last = last_checkpoint(folder / name)
             success = self.successes(seed, name, [last])[0]
             found[name] = {"seconds": seconds_at(folder / name, last), "success": success}
-        found["env_steps"] = int(found["demos"]["total_steps"])
-        if found["env_steps"] >= given.steps:
-            raise SystemExit(f"--steps {given.steps}: the demonstrations alone are {found['env_steps']} env steps")
         return found
 
     def imitate(self, seed: int, name: str, *words: object) -> dict[str, Any]:
@@ -310,11 +316,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200_000, help="env steps of each method, demonstrations included")
+    parser.add_argument(
+        "--steps", type=at_least_one, default=200_000, help="env steps of each method, demonstrations included"
+    )
     parser.add_argument("--vector", choices=("cpu", "warp"), default="cpu", help="simulator")
-    parser.add_argument("--num-envs", type=int, help="environments of every method on Warp, for tests")
-    parser.add_argument("--marks", type=int, default=5, help="checkpoints that are evaluated")
-    parser.add_argument("--task", default="all", help="of the tabletop: all, reach, push, pick or place")
+    parser.add_argument("--num-envs", type=at_least_one, help="environments of every method on Warp, for tests")
+    parser.add_argument("--marks", type=at_least_one, default=5, help="checkpoints that are evaluated")
+    parser.add_argument("--task", choices=(ALL_TASKS, *GOAL_TASKS), default=ALL_TASKS, help="of the tabletop")
     seen = parser.add_mutually_exclusive_group()
     for name, text in (
         ("labels", "train with position labels"),
@@ -322,14 +330,18 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         ("state", "state vectors instead of images and text"),
     ):
         seen.add_argument(f"--{name}", dest="observation", action="store_const", const=name, help=text)
-    parser.add_argument("--demonstrations", type=int, default=100, help="episodes of the expert")
+    parser.add_argument("--demonstrations", type=at_least_one, default=100, help="episodes of the expert")
     parser.add_argument("--noise", type=float, default=0.3, help="on the expert's actions")
-    parser.add_argument("--sft-updates", type=int, default=3000, help="of SFT, and of the pretraining of qc-fql")
-    parser.add_argument("--offline-updates", type=int, default=5000, help="of IQL")
-    parser.add_argument("--episodes", type=int, default=100, help="of each evaluation")
-    parser.add_argument("--episode-steps", type=int, help="a time limit instead of the environment's 150 steps")
+    parser.add_argument(
+        "--sft-updates", type=at_least_one, default=3000, help="of SFT, and of the pretraining of qc-fql"
+    )
+    parser.add_argument("--offline-updates", type=at_least_one, default=5000, help="of IQL")
+    parser.add_argument("--episodes", type=at_least_one, default=100, help="of each evaluation")
+    parser.add_argument(
+        "--episode-steps", type=at_least_one, help="a time limit instead of the environment's 150 steps"
+    )
     parser.add_argument("--level", type=float, default=0.8, help="success to which env steps are counted")
-    parser.add_argument("--parallel", type=int, default=1, help="commands side by side; the cores are divided")
+    parser.add_argument("--parallel", type=at_least_one, default=1, help="commands side by side; the cores are divided")
     parser.add_argument("--minutes", type=float, help="after which a training is stopped")
     parser.add_argument("--stop-after", type=float, help="minutes of this call, after which all commands are stopped")
     parser.add_argument("--plan", action="store_true", help="print the plan alone")
@@ -341,11 +353,22 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+def same_settings(arguments: argparse.Namespace) -> None:
+    """End the program if an earlier call has results of other settings; keep the settings of this call."""
+    names = START_SETTINGS if arguments.start_only else START_SETTINGS + METHOD_SETTINGS
+    starts = ("demos", "demos-v0", "sft", "sft-gaussian")  # folders and files, by their stems
+    has_more = any(path.stem not in starts for path in arguments.results.glob("seed-*/*"))
+    settings = {name: vars(arguments)[name] for name in names}
+    compared = names if has_more else START_SETTINGS
+    keep_settings(arguments.results, settings, compared, only_check=arguments.plan)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """All seeds and methods, the table and the plot."""
     arguments = parse(words)
     print_machine()
     arguments.results.mkdir(parents=True, exist_ok=True)
+    same_settings(arguments)
     bench = BakeOff(arguments)
     plan = bench.plan()
     print(plan, flush=True)
@@ -357,9 +380,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if results:
         print(write(arguments, results, time.monotonic() - bench.started), flush=True)
         print(f"written: {arguments.results}/results.json, table.md, bakeoff.png", flush=True)
-    if is_left:
-        print("stopped by --stop-after; the same command continues", flush=True)
-    return 1 if failures or is_left else 0
+    return bench.exit_status(failures, is_left)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ DENSE = "dense reward"
 DATA = "demonstrations in every batch"
 REPLAYED = f"{DENSE}, {DATA}"
 LABELS = f"scripted expert finishes episodes, {DATA}"
+RECORDED = f"{DENSE}, demonstrations and recorded episodes of the SFT policy"
 METHODS = {
     "ppo": Method("PPO", FLOW, DENSE, ppo, reads_scene=True),
     "grpo": Method("GRPO", FLOW, DENSE, grpo),
@@ -200,7 +201,7 @@ METHODS = {
     ),
     "qc": Method("QC (best of n)", FLOW, REPLAYED, qc, needs_data=True, command="fql-online"),
     "recap": Method("RECAP", FLOW, REPLAYED, recap, needs_data=True),
-    "iql": Method("IQL (offline)", FLOW, REPLAYED, iql, needs_data=True, most=200_000, reads_scene=True),
+    "iql": Method("IQL (offline)", FLOW, RECORDED, iql, needs_data=True, most=200_000, reads_scene=True),
     "dagger": Method("DAgger", FLOW, LABELS, dagger, needs_data=True, on_warp=False, most=100_000),
 }
 

@@ -6,6 +6,7 @@ Every script in this folder imports it; nothing in `deft` does. Run the scripts 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -13,7 +14,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -144,6 +147,20 @@ def print_machine() -> None:
     facts = machine()
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     print(f"{facts['cpu']}, {facts['cores']} cores; {versions}", flush=True)
+
+
+def at_least_one(word: str) -> int:
+    """Return the integer of an argument; reject one below 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, not {word}")
+    return int(word)
+
+
+def waits(limit: float | None, is_over: threading.Event, longest: float = 0.2) -> Iterator[float]:
+    """Yield the seconds of short waits, until `limit` seconds have passed or `is_over` is set."""
+    end = math.inf if limit is None else time.monotonic() + limit
+    while not is_over.is_set() and (left := end - time.monotonic()) > 0:
+        yield min(left, longest)
 
 
 def write_json(path: str | None, result: dict[str, Any]) -> None:

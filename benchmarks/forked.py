@@ -10,19 +10,24 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
-from common import worker_environment
+from common import waits, worker_environment
 
 IMPORTED = ["deft.cli", "deft.training.run", "deft.evaluation.compare", "deft.training.collect"]
 IMPORTED += ["matplotlib.pyplot", "mujoco", "pyarrow", "torch.utils.tensorboard"]
 
 
 class Forked:
-    """Starts `deft` commands from a server process, which is started by the first one."""
+    """Starts `deft` commands from a server process, which is started by the first one.
 
-    def __init__(self, threads: int) -> None:
+    Running commands are stopped when `is_interrupted` is set.
+    """
+
+    def __init__(self, threads: int, is_interrupted: threading.Event) -> None:
         self._threads = threads
+        self._is_interrupted = is_interrupted
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(IMPORTED)
 
@@ -35,8 +40,11 @@ class Forked:
                 file.touch()
             process = self._context.Process(target=run, args=(words, core_set, *map(str, files)))
             process.start()
-            process.join(limit)
-            if process.is_alive():
+            for seconds in waits(limit, self._is_interrupted):
+                process.join(seconds)
+                if not process.is_alive():
+                    break
+            else:
                 process.terminate()
                 process.join()
             assert process.exitcode is not None

@@ -18,6 +18,7 @@ PPO runs and override the settings of this file.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import itertools
 import json
@@ -27,6 +28,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +44,7 @@ from common import (
     print_table,
     read_metrics,
     share_over_seeds,
+    waits,
     worker_environment,
 )
 
@@ -116,6 +119,7 @@ class Bench:
             self.free_cores.put(cores[first : first + width])
         self.width = self.threads = width
         self.started = time.monotonic()
+        self.is_interrupted = threading.Event()  # commands are then stopped
 
     def finish(self, judged: Sequence[tuple[str, Any, bool]], **parts: Any) -> int:
         """Print the bars, write results.json with `parts`, and return the exit status: 1 if a bar is missed."""
@@ -160,11 +164,12 @@ class Bench:
             text=True,
             preexec_fn=lambda: follow(core_set),
         )
-        try:
-            output, errors = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            output, errors = process.communicate()
+        for seconds in waits(limit, self.is_interrupted):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = process.communicate(timeout=seconds)
+                return process.returncode, output, errors
+        process.terminate()
+        output, errors = process.communicate()
         return process.returncode, output, errors
 
     def step(self, seed: int, name: str, *words: object, minutes: float | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from bakeoff_plan import CPU_STEPS, START, Part, Plan
 from common import machine, over_seeds, print_machine, share_over_seeds, table
-from timed_bench import Job, TimedBench
+from timed_bench import Job, TimedBench, check_settings, keep_settings
 
 from deft.runs.json_files import read_json, write_json
 
@@ -97,8 +97,8 @@ def known_results(arguments: argparse.Namespace) -> dict[str, Any]:
     """What earlier calls have found; an error if it was found with other settings."""
     settings = {name: vars(arguments)[name] for name in SETTINGS}
     found = read_json(arguments.results / "results.json") or {"settings": settings, "seeds": {}}
-    if found["settings"] != settings and not arguments.tables:
-        raise SystemExit(f"{arguments.results} has results of {found['settings']}; give another --results")
+    if not arguments.tables:
+        check_settings(arguments.results, found["settings"], settings)
     return found
 
 
@@ -106,6 +106,7 @@ def compare(arguments: argparse.Namespace, only_plan: bool = False) -> int:
     """Train and evaluate what is not known; write the results after every policy. Return the exit status."""
     results = known_results(arguments)
     seeds: Seeds = results["seeds"]
+    keep_settings(arguments.results, results["settings"], SETTINGS, only_check=only_plan)  # results.json comes later
     bench = VisionBench(arguments)
     plan = bench.plan(seeds)
     print(plan, flush=True)
@@ -122,9 +123,7 @@ def compare(arguments: argparse.Namespace, only_plan: bool = False) -> int:
     for failure in failures:
         print(failure, file=sys.stderr, flush=True)
     show(seeds)
-    if is_left:
-        print("stopped by --stop-after; the same command continues", flush=True)
-    return 1 if failures or is_left else 0
+    return bench.exit_status(failures, is_left)
 
 
 class VisionBench(TimedBench):

@@ -73,6 +73,61 @@ def test_the_plan_has_what_is_left(bakeoff, tmp_path, capsys):
     assert plan.minutes_left() == pytest.approx(2 * (before - first.seconds / 60))
 
 
+def test_results_of_other_settings_are_not_reused(bakeoff, tmp_path, monkeypatch):
+    calls = []
+    found = {"points": [[100, 1.0, 0.4], [1000, 3.0, 0.6]], "steps_per_second": 50.0}
+    monkeypatch.setattr(bakeoff.BakeOff, "start", lambda self, seed: {})
+
+    def method(self, seed, name, start):
+        calls.append(name)
+        (tmp_path / f"seed-{seed}").mkdir()
+        (tmp_path / f"seed-{seed}" / f"{name}-points.json").write_text(json.dumps(found))
+        return found
+
+    monkeypatch.setattr(bakeoff.BakeOff, "method", method)
+    monkeypatch.setattr("bakeoff_picture.draw", lambda *_: None)
+    start = ["--methods", "ppo", "--seeds", "0", "--task", "reach", "--results", str(tmp_path), "--hidden_dim", "8"]
+    assert bakeoff.main([*start, "--plan", "--steps", "5"]) == 0
+    assert not (tmp_path / "settings.json").exists()
+    assert bakeoff.main([*start, "--start-only", "--steps", "7000"]) == 0
+    (tmp_path / "seed-9").mkdir()
+    for name in ("demos-v0", "demos.json", "sft", "sft.json"):  # of a call that was stopped before a method
+        (tmp_path / "seed-9" / name).touch()
+    bakeoff.same_settings(bakeoff.parse([*start, "--steps", "9000"]))
+    full = [*start, "--steps", "1000", "--episodes", "4"]  # steps that the call for starts had otherwise
+    for words in (full, [*full, "--seeds", "1", "--level", "0.5", "--parallel", "2", "--stop-after", "9"]):
+        assert bakeoff.main(words) == 0
+    assert bakeoff.main([*start, "--start-only", "--seeds", "2", "--steps", "7000"]) == 0
+    assert len(calls) == 2
+    for words, other in (
+        (["--task", "pick", "--episodes", "50"], "task: reach, not pick; episodes: 4, not 50"),
+        (["--state"], "observation: images, not state"),
+        (["--lr", "1"], "flags: ['--hidden_dim', '8'], not ['--hidden_dim', '8', '--lr', '1']"),
+        (["--start-only", "--noise", "0.1"], "noise: 0.3, not 0.1"),
+        (["--plan", "--marks", "2"], "marks: 5, not 2"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            bakeoff.main([*full, *words])
+        assert str(error.value) == f"{tmp_path} has results of other settings ({other}); use another --results"
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--steps", "0"], "--steps: must be an integer of 1 or more, not 0"),
+        (["--episodes", "-1"], "--episodes: must be an integer of 1 or more, not -1"),
+        (["--marks", "two"], "--marks: must be an integer of 1 or more, not two"),
+        (["--task", "fly"], "--task: invalid choice: 'fly'"),
+    ],
+)
+def test_settings_that_cannot_be_are_rejected(bakeoff, tmp_path, capsys, words, error):
+    with pytest.raises(SystemExit, match="2"):
+        bakeoff.main(["--plan", "--results", str(tmp_path / "out"), *words])
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_stopped_is_left_for_the_next_call(bakeoff, tmp_path, monkeypatch, capsys):
     def deft(self, *words, minutes=None):
         assert 0 < minutes <= 1e-3

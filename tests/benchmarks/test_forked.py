@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -14,7 +15,7 @@ def forked(load_benchmark, monkeypatch):
     monkeypatch.setattr(module, "IMPORTED", [])  # the imports of a server take seconds
     for name, value in module.worker_environment(1).items():
         monkeypatch.setenv(name, value)
-    return module.Forked(1)
+    return module.Forked(1, threading.Event())
 
 
 def test_a_command_has_a_status_an_output_and_errors(forked):
@@ -26,4 +27,7 @@ def test_a_command_has_a_status_an_output_and_errors(forked):
     assert (status, errors) == (0, "")
     assert deft.__version__ in output
     # One that takes longer than its limit is stopped: by Deft, or by the system while it is still imported.
-    assert forked.command(["collect", "--env", "reach"], cores, 0.0)[0] in (128 + signal.SIGTERM, -signal.SIGTERM)
+    stopped = (128 + signal.SIGTERM, -signal.SIGTERM)
+    assert forked.command(["collect", "--env", "reach"], cores, 0.0)[0] in stopped
+    forked._is_interrupted.set()
+    assert forked.command(["collect", "--env", "reach"], cores, None)[0] in stopped

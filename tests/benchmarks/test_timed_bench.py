@@ -1,9 +1,12 @@
 """Benchmarks that end in time: commands that are stopped, and a program that interrupts itself."""
 
 import argparse
+import functools
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -82,6 +85,40 @@ def test_jobs_run_with_those_that_follow_and_a_failure_ends_none_but_its_own(scr
     many = [script.Job(f"job {number}", 0, lambda: None) for number in range(20)]  # several end before one is kept
     assert bench.run_jobs(plan, many, keep) == ([], False)
     assert [name for name, _ in kept] == [job.name for job in many]
+
+
+@pytest.mark.parametrize("saves", [False, True])  # with the exit status of a run that saved
+def test_ctrl_c_stops_commands_and_keeps_what_is_finished(script, load_benchmark, tmp_path, monkeypatch, capsys, saves):
+    started = []
+
+    def popen(words, **options):
+        started.append(words)
+        code = "import sys, time; print('{}', flush=True); time.sleep(60 * ('ppo' in sys.argv))"
+        if saves:
+            code = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(130)); {code}"
+        return subprocess.Popen([sys.executable, "-c", code, *words[3:]], **options)
+
+    headline = load_benchmark("headline")
+    monkeypatch.setattr(headline, "subprocess", argparse.Namespace(**vars(subprocess) | {"Popen": popen}))
+    part = load_benchmark("bakeoff_plan").Part
+    names = ("sft", "ppo", "dsrl", "grpo")
+    plan, kept = script.Plan([part(name, 0, 60.0) for name in names], 2, "cpu"), []
+    bench = script.TimedBench(argparse.Namespace(results=tmp_path, cores=1, stop_after=None, parallel=1))
+
+    def keep(name, seed, found):
+        kept.append(name)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()  # while PPO trains
+        return [script.Job("grpo", 0, functools.partial(bench.deft, "train", "grpo"))]
+
+    jobs = [script.Job(name, 0, functools.partial(bench.deft, "train", name)) for name in names[:3]]
+    begun, handler = time.monotonic(), signal.getsignal(signal.SIGINT)
+    failures, is_left = bench.run_jobs(plan, jobs, keep)
+    assert (failures, is_left, kept) == ([], True, ["sft"])
+    assert [words[4] for words in started] == ["sft", "ppo"]
+    assert time.monotonic() - begun < 20
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert bench.exit_status(failures, is_left) == 130
+    assert capsys.readouterr().out.splitlines()[1:] == ["stopped; the same command continues"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal of Linux")

@@ -68,7 +68,10 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(script,
     assert script.compare(arguments) == 0
     assert not asked
     arguments.sft_epochs = 7
-    with pytest.raises(SystemExit, match=r"has results of .*'sft_epochs': 30.*give another --results"):
+    with pytest.raises(SystemExit, match=r"other settings \(sft_epochs: 30, not 7\); use another --results"):
+        script.compare(arguments)
+    (tmp_path / "results.json").unlink()  # as after a call that has only recorded
+    with pytest.raises(SystemExit, match=r"sft_epochs: 30, not 7"):
         script.compare(arguments)
 
 
