@@ -88,9 +88,9 @@ class Policy(nn.Module):
     is_continuous: bool = False
     """Whether the off-policy methods below are defined: its actions lie in a Box."""
     has_mean: bool = False
+    """Whether `mean` is defined."""
     can_reparameterize: bool = False
     """Whether `evaluate_actions` can return actions with a gradient; see `reparameterizes`."""
-    """Whether `mean` is defined."""
     has_samples: bool = True
     """Whether the samples of `sample` are differentiable and have a log-density, where it is defined."""
     acts_on_features: bool = False

@@ -30,6 +30,8 @@ class GaussianChunks(Chunks):
     log p(a_k | a_<k) = log N(a_k − μ_k; m, σ_k² + v); then g = v / (σ_k² + v), m += g (a_k − μ_k − m), v ← (1 − g) v.
     """
 
+    can_reparameterize = True
+
     def __init__(
         self,
         width: int,
@@ -40,7 +42,7 @@ class GaussianChunks(Chunks):
         imitation: str,
     ) -> None:
         super().__init__(chunk_length, action_dim)
-        self.imitation, self.can_reparameterize = imitation, True
+        self.imitation = imitation
         self.out = _small_output(width, chunk_length * action_dim)
         self.log_std_free = nn.Parameter(torch.full(self.shape, float(log_std_init)))
         self.log_common_free = nn.Parameter(torch.full((action_dim,), float(log_common_init)))
