@@ -358,13 +358,12 @@ class StreamingBuffer(EpisodePool):
         length, example = self.chunk_length, chosen[0][0].action
         counts = np.array([min(len(episode) - step, length) for episode, step in chosen])
         actions = np.empty((len(chosen), length, *example.shape[1:]), example.dtype)
-        rewards = np.zeros((len(chosen), length))
+        rewards, terminated = np.zeros((len(chosen), length)), np.zeros(len(chosen), bool)
         for row, ((episode, step), count) in enumerate(zip(chosen, counts.tolist(), strict=True)):
             actions[row, :count] = episode.action[step : step + count]
             actions[row, count:] = episode.action[-1]
             rewards[row, :count] = episode.reward[step : step + count]
-        last = zip(chosen, counts.tolist(), strict=True)
-        terminated = np.array([episode.terminated[step + count - 1] for (episode, step), count in last])
+            terminated[row] = episode.terminated[step + count - 1]
         gamma = self.chunk_gamma
         return {
             schema.ACTION: torch.from_numpy(actions).to(self.device),
