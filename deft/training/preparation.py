@@ -67,10 +67,11 @@ def check_machine(name: str, recipe: Recipe, config: Any, extras: Extras) -> Non
             f"recipe {name}: needs a CUDA GPU (vector: {config.env.vector}), and torch finds none; on the CPU, slowly: "
             "--vector process --num-envs 32"
         )
-    is_needed = {"warp": on_gpu, "data": reads_data(recipe, config)}
     for extra in recipe.extras:
         found = extras.get(extra, {"missing": []})
-        if found["missing"] and is_needed.get(extra, True):
+        if not found["missing"] or (extra == "warp" and not on_gpu):
+            continue
+        if extra != "data" or reads_data(recipe, config):
             raise InputError(f"recipe {name}: needs {', '.join(found['missing'])}: {found['install']}")
     for suite in recipe.suites:
         find_suite(suite).check_installed(f"recipe {name}")
