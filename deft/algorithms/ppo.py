@@ -97,7 +97,7 @@ class PPO(PolicyGradient):
         self.version += 1
         metrics = self._metrics(epochs.losses, epochs.first, rollout, epochs.ended_early)
         if not warms_up:  # else the policy has not moved, and its KL says nothing
-            self._adapt_learning_rate(metrics["approx_kl"])
+            self._adapt_learning_rate(float(metrics["approx_kl"]))
         metrics |= epochs.kept
         if self.auxiliary is not None:
             rows = rollout.select(schema.OBSERVATION).flatten(0, 1)
@@ -390,16 +390,6 @@ class PPO(PolicyGradient):
         return kl
 
     # -- schedules and metrics -----------------------------------------------------------------------------------------
-
-    def _adapt_learning_rate(self, approx_kl: Tensor) -> None:
-        """Halfway between constant and hand-tuned: ×1.5 or ÷1.5 when an update moved half or twice the wanted KL."""
-        if self.settings.learning_rate_schedule != "adaptive":
-            return
-        kl = float(approx_kl)
-        if kl > 2.0 * self.settings.desired_kl:
-            self._set_learning_rate(max(1e-6, self.learning_rate / 1.5))
-        elif kl < 0.5 * self.settings.desired_kl:
-            self._set_learning_rate(min(1e-2, self.learning_rate * 1.5))
 
     def _kl_too_large(self, epoch: list[Metrics]) -> bool:
         if self.settings.target_kl is None:

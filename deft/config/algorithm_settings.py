@@ -45,6 +45,10 @@ class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.M
     """Steps per training sequence of recurrent policies."""
     adam_epsilon: Positive = 1e-5
     """Epsilon of Adam."""
+    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
+    """`linear`: decay to 0 at the end; `adaptive`: keep the KL divergence of an update near `desired_kl`."""
+    desired_kl: Positive = 0.01
+    """KL divergence per update of the adaptive schedule."""
     ratio: Literal["step", "token"] = "step"
     """Compute one probability ratio per action, or one per token (action dimension, step of a chunk or denoising)."""
     exploration_scale: Positive = 1.0
@@ -75,10 +79,6 @@ class PPOSettings(RolloutSettings, groups.ActorCriticSettings, groups.CompileSet
     """Clip the value to its old estimate ± this; None: no clipping."""
     normalize_advantage: Switch = True
     """Normalize the advantages of each minibatch."""
-    learning_rate_schedule: Literal["constant", "linear", "adaptive"] = "constant"
-    """`linear`: decay to 0 at the end; `adaptive`: keep the KL divergence of an update near `desired_kl`."""
-    desired_kl: Positive = 0.01
-    """KL divergence per update of the adaptive schedule."""
     behavior_weight_cap: Positive = 5.0
     """Largest importance weight of a transition collected by an older policy (VLA mode)."""
     value_updates: NonNegativeInt = 0
@@ -127,8 +127,6 @@ class GRPOSettings(RolloutSettings):
     """Weight of the KL divergence from the reference (the initial policy); 0: no reference."""
     reference_update_interval: Count | None = None
     """Iterations between updates of the reference to the current policy; None: never."""
-    learning_rate_schedule: Literal["constant", "linear"] = "constant"
-    """`linear`: decay to 0 at the end of training."""
     auxiliary_warmup: NonNegativeInt = 0
     """Iterations at the start that train only the auxiliary loss and the critic of actions."""
 
@@ -136,7 +134,8 @@ class GRPOSettings(RolloutSettings):
     def _something_warms_up(self) -> GRPOSettings:
         if self.auxiliary_warmup and not self.auxiliary_learning_rate and not self.action_critic_coef:
             raise ValueError(
-                f"auxiliary_warmup {self.auxiliary_warmup}: there is no auxiliary loss; give auxiliary_learning_rate"
+                f"auxiliary_warmup {self.auxiliary_warmup}: nothing warms up; give auxiliary_learning_rate or "
+                "action_critic_coef"
             )
         return self
 

@@ -110,7 +110,7 @@ def test_grpo_may_learn_to_see_first():
 
 
 def test_a_warm_up_in_which_nothing_learns_is_rejected():
-    with pytest.raises(ValueError, match="warmup 1: there is no auxiliary loss; give auxiliary_learning_rate"):
+    with pytest.raises(ValueError, match="1: nothing warms up; give auxiliary_learning_rate or action_critic"):
         GRPOSettings(auxiliary_warmup=1)
 
 

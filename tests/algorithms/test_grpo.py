@@ -414,6 +414,16 @@ def test_the_linear_schedule_ends_at_zero():
     assert float(algorithm.update(iter([make_round(algorithm.policy)]))["learning_rate"]) == 0.125
 
 
+def test_the_adaptive_rate_follows_the_kl_of_updates_that_moved_the_policy():
+    algorithm = make_grpo(learning_rate=1e-3, learning_rate_schedule="adaptive", desired_kl=10.0)
+    rollout = make_round(algorithm.policy)
+    rollout[schema.NEXT_REWARD] = torch.zeros(6, 4)
+    algorithm.update(iter([rollout]))  # no spread, so no step: a KL of 0 says nothing
+    assert algorithm.learning_rate == 1e-3
+    algorithm.update(iter([make_round(algorithm.policy)]))  # moved less than half of the wanted KL: × 1.5
+    assert algorithm.learning_rate == pytest.approx(1.5e-3)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run():
     algorithm = make_grpo()
     rollout = make_round(algorithm.policy)
