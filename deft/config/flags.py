@@ -42,6 +42,7 @@ _NAMES = {
     "dataset.options": "dataset_options",
     "env.id": "env",
     "env.kwargs": "env_kwargs",
+    "env.training_kwargs": "training_env_kwargs",
     "env.timeout": "env_timeout",
     "env.curriculum.levels": "curriculum_levels",
     "env.curriculum.at_steps": "curriculum_at_steps",
@@ -64,7 +65,10 @@ _NAMES = {
 MODEL_CLASS = "policy.vla_config.model_class"
 OPPOSITES = {"deterministic": "stochastic", "eval_deterministic": "eval_stochastic"}
 """Switches that have another name for off, besides `--no-…`."""
-CODE_NAMES = ("env.id", "env.kwargs", MODEL_CLASS, "cluster.ray_address", "ray_address", "environment")
+CODE_NAMES = (
+    *("env.id", "env.kwargs", "env.training_kwargs", MODEL_CLASS),
+    *("cluster.ray_address", "ray_address", "environment"),
+)
 """Flags that may name code; a name on the command line is the user's own (`deft.trust`)."""
 _SECTION_ORDER = (
     *(

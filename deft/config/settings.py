@@ -103,6 +103,8 @@ class EnvConfig(EvaluationEnvConfig):
     one simulation on MuJoCo Warp (warp: the tabletop and the F1 environments)."""
     num_workers: Count | None = None
     """Worker processes (`vector: process`) or Ray workers; by default one per core, at most one per environment."""
+    training_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that only the training environments have, on top of `kwargs`; evaluations and videos do not."""
     timeout: Positive = 60.0
     """Timeout of one environment step in seconds (`vector: process` and VLA mode)."""
     restart_workers: NonNegativeInt = 3
@@ -111,6 +113,12 @@ class EnvConfig(EvaluationEnvConfig):
     """Weights of the named reward terms; the reward is their weighted sum. Other terms have weight 1."""
     curriculum: CurriculumConfig | None = None
     """Difficulty levels of the environment; None: no curriculum."""
+
+    @property
+    def for_training(self) -> Self:
+        """A copy whose `kwargs` are those of the training environments."""
+        limit = None if TIME_LIMIT in self.training_kwargs else self.max_episode_steps
+        return dataclasses.replace(self.with_arguments(self.training_kwargs, limit), training_kwargs={})
 
 
 @settings

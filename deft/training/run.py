@@ -223,7 +223,7 @@ def build_trainer(
             vector_env: VectorEnv = make_cluster_env(config, played_length, gamma)
         else:
             vector_env = make_vector_env(
-                config.env,
+                config.env.for_training,
                 chunk_length=played_length,
                 gamma=gamma,
                 device=config.device,

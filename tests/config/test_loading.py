@@ -131,8 +131,9 @@ WRONG: list[tuple[Any, str]] = [
     ({"trainer": {"gamma": 0.9}}, "trainer.gamma: unknown setting; did you mean 'algorithm.cfg.gamma'?"),
     (
         {"env": {"xyzzy": 1}},
-        "env.xyzzy: unknown setting; one of 'id', 'num_envs', 'vector', 'num_workers', 'timeout', 'restart_workers', "
-        "'reward_weights', 'curriculum', 'kwargs', 'max_episode_steps', 'rename_streams', 'suite_path'",
+        "env.xyzzy: unknown setting; one of 'id', 'num_envs', 'vector', 'num_workers', 'training_kwargs', 'timeout', "
+        "'restart_workers', 'reward_weights', 'curriculum', 'kwargs', 'max_episode_steps', 'rename_streams', "
+        "'suite_path'",
     ),
     ({"algorithm": {"cfg": {"gamma": 1.5}}}, "algorithm.cfg.gamma: 1.5 is out of range; must be at most 1"),
     ({"algorithm": {"cfg": {"gamma": -0.5}}}, "algorithm.cfg.gamma: -0.5 is out of range; must be at least 0"),

@@ -10,7 +10,9 @@ import torch
 from policies import actor_policy
 
 from deft.config.loading import resolve
+from deft.envs.make import make_vector_env as make
 from deft.runs.processes import Processes
+from deft.training import run as run_module
 from deft.training.run import OpenRun, build_trainer
 
 VECTOR, ACTION = gymnasium.spaces.Box(-1, 1, (3,)), gymnasium.spaces.Box(-1, 1, (2,))
@@ -90,3 +92,19 @@ def test_a_small_network_is_built_and_trained_on_the_cpu(tmp_path):
     trainer = build_trainer(config)
     assert trainer.device == torch.device("cpu")
     trainer.close()
+
+
+def test_training_arguments_are_not_those_of_evaluations(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(run_module, "make_vector_env", lambda env, **more: made.append(env) or make(env, **more))
+    config = resolve(
+        {
+            "env": {"id": "reach", "kwargs": {"reward": "sparse"}, "training_kwargs": {"max_episode_steps": 7}},
+            "trainer": {"rollout_steps": 8, "total_timesteps": 8, "eval_freq": 8, "eval_episodes": 1},
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
+    build_trainer(config).train()
+    training, evaluation = made
+    assert (training.arguments, training.time_limit) == ({"reward": "sparse"}, 7)
+    assert (evaluation.arguments, evaluation.time_limit) == ({"reward": "sparse"}, None)

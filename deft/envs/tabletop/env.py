@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from pydantic import Field
 
-from deft.config.validation import Count, NonNegative, Share, Switch, checked, settings
+from deft.config.validation import Count, Fraction, NonNegative, Share, Switch, checked, settings
 from deft.envs.checks import check_choice, check_render_mode, check_whole
 from deft.envs.spaces import LETTERS, image_space, vector_space
 from deft.envs.spaces import action_space as unit_action_space
@@ -33,6 +33,8 @@ PROPRIOCEPTION_SIZE = 24
 OBJECT_SIZE = 7
 MAX_OBJECTS = 4
 MAX_SCENE_TRIES = 100
+MAX_EXPERT_STEPS = 120  # of an expert that begins an episode; it needs about 60
+START_POWER = 3  # of the part that it leaves: half of these episodes begin in the last eighth of its way
 INSTRUCTION_LENGTH = 64
 RENDER_SIZE = 320
 START_NOISE = 0.03  # radians
@@ -75,6 +77,8 @@ class TabletopSpec:
     """Which combinations of colour and kind are named."""
     shuffle_instructions: Switch = False
     """Whether an instruction names an object independently of the goal, to measure the use of language."""
+    expert_start_rate: Fraction = 0.0
+    """Share of episodes that begin on the scripted expert's way, mostly near its end: a curriculum for training."""
 
 
 class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
@@ -195,6 +199,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.split, short)
         if self.settings.shuffle_instructions:
             self.goal.instruction = self._unrelated_instruction()
+        if self.settings.expert_start_rate and self.task_name in GOAL_TASKS:
+            self._start_on_the_way()
         self._potentials = task.potentials(simulation.view(), self.goal)
         self._frames_checked = False
         return self.observe(), self._info()
@@ -241,6 +247,11 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             colours = noise_colours(simulation.scene, self._elapsed_steps)
             simulation.model.geom_rgba[noise_tiles(simulation.model), :3] = colours
         return dict(zip(cameras, simulation.images(cameras, size), strict=True))
+
+    @property
+    def targets(self) -> tuple[np.ndarray, float]:
+        """The targets of the joints and of the fingers."""
+        return self._controller.target, self._controller.finger_target
 
     def action_names(self) -> tuple[str, ...]:
         """Return what each action dim moves: `x` is away from the robot, `y` to its left, `z` up; or joints."""
@@ -335,6 +346,24 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
                 self._at_rest = self._simulation.get_state()
                 return
         raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomization")
+
+    def _start_on_the_way(self) -> None:
+        """At `expert_start_rate`, let the expert do the task and go back to a random step, mostly one near the end."""
+        if self.np_random.random() >= self.settings.expert_start_rate:
+            return
+        task, simulation = TASKS[self.task_name], self.simulation
+        passed = []
+        for _ in range(MAX_EXPERT_STEPS):
+            passed.append((simulation.get_state(), self._controller.get_state()))
+            self._controller.command(self.expert_action(), simulation.joints)
+            simulation.step(self._controller.target, self._controller.finger_target)
+            view = simulation.view()
+            if task.is_achieved(view, self.goal.index, self.goal.base) or task.is_achieved_by_another(view, self.goal):
+                break
+        share_left = self.np_random.random() ** START_POWER
+        physics, controller = passed[-1 - int(share_left * len(passed))]
+        simulation.set_state(physics)
+        self._controller.set_state(controller)
 
     def _unrelated_instruction(self) -> str:
         """Draw an instruction for an object of the scene independently of the goal; scenes and goals are unchanged."""

@@ -28,8 +28,8 @@ from deft.training.cluster.pool import ClusterEnv, WorkerPool
 
 def make_cluster_env(config: RunConfig, chunk_length: int, gamma: float) -> ClusterEnv:
     """The environments of a run, in workers on its cluster."""
-    cluster, env = config.cluster, config.env
-    if config.env.vector == "process":
+    cluster, env = config.cluster, config.env.for_training
+    if env.vector == "process":
         raise InputError("env.vector: Ray workers are processes already; with collectors ray use sync")
     unit = config.algorithm.cfg.envs_per_group
     most = env.num_envs // unit

@@ -265,6 +265,29 @@ def test_scene_is_kept_for_some_episodes() -> None:
     assert env.scene.seed == seeds[0]
 
 
+def test_episodes_may_begin_on_the_way_of_the_expert() -> None:
+    """Same scene and words; some starts hold the object, and the expert finishes each sooner than from the start."""
+    whole, part = TabletopEnv(task="pick"), TabletopEnv(task="pick", expert_start_rate=1.0)
+    closed, lengths = 0, {}
+    for seed in range(6):
+        for env in (whole, part):
+            env.reset(seed=seed)
+        assert (part.scene, part.instruction) == (whole.scene, whole.instruction)
+        closed += part.gripper_opening < 0.9
+        start = part.observe()
+        for env in (whole, part):
+            success, lengths[env] = play_expert(env)
+            assert success
+        assert lengths[part] <= lengths[whole]
+        np.testing.assert_array_equal(part.reset(seed=seed)[0], start)  # a seed gives the same start again
+    assert 0 < closed < 6
+
+
+def test_exploration_has_no_expert_to_begin_with() -> None:
+    plain, asked = (TabletopEnv(task="random_exploration", expert_start_rate=rate) for rate in (0.0, 1.0))
+    np.testing.assert_array_equal(plain.reset(seed=1)[0], asked.reset(seed=1)[0])
+
+
 def test_exploration_leaves_things_where_they_lie() -> None:
     env = TabletopEnv("random_exploration", scene_reset_interval=50)
     env.reset(seed=0)

@@ -196,7 +196,8 @@ def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) ->
     """Return the next `length` episodes of several environments, [environments, length, …] each, and their generators.
 
     A start is a seed, or the state of an environment's random numbers after its previous block. The numbers are those
-    of `scene_numbers`, and `task`, `goal`, `base` (int32) and `instruction` (uint8 [64]).
+    of `scene_numbers`, `task`, `goal`, `base` (int32), `instruction` (uint8 [64]), and the `targets` of joints and
+    `fingers`.
     """
     env = TabletopEnv(**{**arguments, "observation": "state"})
     batch = batch_model(env)
@@ -208,6 +209,7 @@ def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) ->
         for number in range(length):
             env.reset(seed=start if number == 0 and isinstance(start, int) else None)
             simulation = env.simulation
+            targets, fingers = env.targets
             rows.append(
                 {
                     **scene_numbers(batch, simulation.scene, simulation.model, simulation.data),
@@ -215,6 +217,8 @@ def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) ->
                     "goal": np.array(env.goal.index, np.int32),
                     "base": np.array(env.goal.base, np.int32),
                     "instruction": encode_text(env.instruction, INSTRUCTION_LENGTH),
+                    "targets": np.asarray(targets, np.float32),
+                    "fingers": np.array(fingers, np.float32),
                 }
             )
         ends.append(env.np_random.bit_generator.state)

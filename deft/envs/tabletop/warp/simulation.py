@@ -113,11 +113,9 @@ class WarpSimulation:
         self.fields["cam_quat"][rows, self._head] = numbers["camera_quaternion"]
         self._geom_xpos[rows[:, None], self._static] = numbers["static_position"][:, self._static]
         self.qpos[rows], self.qvel[rows] = numbers["qpos"], numbers["qvel"]
-        joints = numbers["qpos"][:, : panda.NUM_JOINTS]
-        self.targets[rows] = joints
-        self.fingers[rows] = panda.FINGER_TRAVEL
-        self.ctrl[rows, : panda.NUM_JOINTS] = joints
-        self.ctrl[rows, panda.NUM_JOINTS :] = panda.FINGER_TRAVEL
+        self.targets[rows], self.fingers[rows] = numbers["targets"], numbers["fingers"]
+        self.ctrl[rows, : panda.NUM_JOINTS] = numbers["targets"]
+        self.ctrl[rows, panda.NUM_JOINTS :] = numbers["fingers"][:, None]
         self.warmstart[rows] = 0.0
         self._time[rows] = 0.0
         for name, target in self.episodes.items():

@@ -98,6 +98,19 @@ def test_privileged_observations_are_those_of_the_cpu():
     assert play(*both(max_episode_steps=2, kwargs=kwargs), 3) == 2  # two environments, after step 2
 
 
+def test_starts_of_the_expert_are_those_of_the_cpu():
+    """Targets included: with the fingers at another target than the CPU's, a held object would be dropped."""
+    warp, cpu = both(kwargs={"task": "place", "expert_start_rate": 1.0})
+    assert_near(warp.reset(seed=3), cpu.reset(seed=3))
+    assert 0.1 < cpu.observation[:, 14].min() < 0.9  # an environment begins with an object between its fingers
+    for _ in range(3):
+        found, expected = (env.step(np.tile([0.0] * 7 + [-1.0], (2, 1)).astype(np.float32)) for env in (warp, cpu))
+    np.testing.assert_allclose(found.observation[:, :7], expected.observation[:, :7], atol=0.02)  # joints
+    np.testing.assert_allclose(found.observation[:, 14], expected.observation[:, 14], atol=0.02)  # opening
+    warp.close()
+    cpu.close()
+
+
 def test_exploration_in_a_sparse_hand_pose_environment_has_no_reward():
     kwargs = {"task": "random_exploration", "control_mode": "delta_ee", "reward": "sparse"}
     warp, cpu = both(kwargs=kwargs)
