@@ -77,8 +77,8 @@ class TabletopSpec:
     """Which combinations of colour and kind are named."""
     shuffle_instructions: Switch = False
     """Whether an instruction names an object independently of the goal, to measure the use of language."""
-    expert_start_rate: Fraction = 0.0
-    """Share of episodes that begin on the scripted expert's way, mostly near its end: a curriculum for training."""
+    expert_starts: dict[str, Fraction] | None = None
+    """For tasks by name: the share of episodes that begin on the scripted expert's way, mostly near its end."""
 
 
 class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
@@ -117,6 +117,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         check_choice("task", spec.task, [*TASKS, ALL_TASKS])
         names = GOAL_TASKS if spec.task == ALL_TASKS else (spec.task,)
         self._task_shares = task_shares(spec)
+        for name in spec.expert_starts or {}:
+            check_choice("expert_starts", name, GOAL_TASKS)
         check_whole("num_objects", spec.num_objects, max(TASKS[name].min_objects for name in names), MAX_OBJECTS)
         self.settings = spec
         self.split = spec.split
@@ -199,8 +201,8 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.split, short)
         if self.settings.shuffle_instructions:
             self.goal.instruction = self._unrelated_instruction()
-        if self.settings.expert_start_rate and self.task_name in GOAL_TASKS:
-            self._start_on_the_way()
+        if share := (self.settings.expert_starts or {}).get(self.task_name):
+            self._start_on_the_way(share)
         self._potentials = task.potentials(simulation.view(), self.goal)
         self._frames_checked = False
         return self.observe(), self._info()
@@ -347,9 +349,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
                 return
         raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomization")
 
-    def _start_on_the_way(self) -> None:
-        """At `expert_start_rate`, let the expert do the task and go back to a random step, mostly one near the end."""
-        if self.np_random.random() >= self.settings.expert_start_rate:
+    def _start_on_the_way(self, share: float) -> None:
+        """In this share of episodes, let the expert do the task and go back to a random step, mostly near the end."""
+        if self.np_random.random() >= share:
             return
         task, simulation = TASKS[self.task_name], self.simulation
         passed = []

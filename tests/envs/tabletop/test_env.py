@@ -267,7 +267,7 @@ def test_scene_is_kept_for_some_episodes() -> None:
 
 def test_episodes_may_begin_on_the_way_of_the_expert() -> None:
     """Same scene and words; some starts hold the object, and the expert finishes each sooner than from the start."""
-    whole, part = TabletopEnv(task="pick"), TabletopEnv(task="pick", expert_start_rate=1.0)
+    whole, part = TabletopEnv(task="pick"), TabletopEnv(task="pick", expert_starts={"pick": 1.0})
     closed, lengths = 0, {}
     for seed in range(6):
         for env in (whole, part):
@@ -283,8 +283,8 @@ def test_episodes_may_begin_on_the_way_of_the_expert() -> None:
     assert 0 < closed < 6
 
 
-def test_exploration_has_no_expert_to_begin_with() -> None:
-    plain, asked = (TabletopEnv(task="random_exploration", expert_start_rate=rate) for rate in (0.0, 1.0))
+def test_other_tasks_begin_as_ever() -> None:
+    plain, asked = (TabletopEnv(task="push", expert_starts=starts) for starts in (None, {"pick": 1.0}))
     np.testing.assert_array_equal(plain.reset(seed=1)[0], asked.reset(seed=1)[0])
 
 
@@ -457,6 +457,7 @@ def test_no_rule_about_places_tells_which_object_is_named() -> None:
         {"scene_reset_interval": 0},
         {"num_objects": 5},
         {"task_weights": {"juggle": 1.0}, "task": "all"},
+        {"expert_starts": {"random_exploration": 1.0}},
         {"max_episode_steps": 0},
         {"render_mode": "human"},
     ],

@@ -100,7 +100,7 @@ def test_privileged_observations_are_those_of_the_cpu():
 
 def test_starts_of_the_expert_are_those_of_the_cpu():
     """Targets included: with the fingers at another target than the CPU's, a held object would be dropped."""
-    warp, cpu = both(kwargs={"task": "place", "expert_start_rate": 1.0})
+    warp, cpu = both(kwargs={"task": "place", "expert_starts": {"place": 1.0}})
     assert_near(warp.reset(seed=3), cpu.reset(seed=3))
     assert 0.1 < cpu.observation[:, 14].min() < 0.9  # an environment begins with an object between its fingers
     for _ in range(3):
