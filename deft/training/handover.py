@@ -7,6 +7,7 @@ continues with the critics of an off-policy run.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +16,15 @@ from deft.algorithms.registry import ALGORITHMS
 from deft.config.loading import replace, to_dict
 from deft.config.settings import MODEL_CHUNKS, OfflineRunConfig, PolicyConfig, RunConfig
 from deft.envs.make import kind_of
-from deft.errors import InputError
+from deft.errors import InputError, shown
 from deft.models.policy import Policy
 from deft.runs import checkpoint
 from deft.runs.policies import check_acts, checkpoint_folder, config_beside
 
 log = logging.getLogger(__name__)
 AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
+NOT_COMPARED = ("output_dir", "resume", "auto_resume", "overwrite", "model_path", "total_timesteps", "num_epochs")
+FREE_FORM = ("kwargs", "training_kwargs", "model_config")  # arguments, shown as a whole
 
 
 def use_policy_section(config: AnyConfig, policy: Any = None, resume_from: Path | None = None) -> AnyConfig:
@@ -136,6 +139,25 @@ def check_fixed_settings(config: RunConfig | OfflineRunConfig, start: str | Path
         was, now = before[name], after[name]
         if was != now:
             raise InputError(f"{name}: {now}, and the weights of {start} were trained with {was}; give --{name} {was}")
+
+
+def log_changes(config: RunConfig | OfflineRunConfig, resume_from: Path | None) -> None:
+    """Log the settings of a resumed run that are not those that it had, but for where it is and how long it trains."""
+    before = None if resume_from is None else config_beside(resume_from)
+    if before is None:
+        return
+    changes = list(_changes(to_dict(before), to_dict(config)))
+    if changes:
+        log.info("the run that is resumed had other settings: %s", ", ".join(changes))
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any], section: str = "") -> Iterator[str]:
+    for name, now in after.items():
+        was = before.get(name)
+        if isinstance(was, dict) and isinstance(now, dict) and name not in FREE_FORM:
+            yield from _changes(was, now, f"{section}{name}.")
+        elif was != now and name not in NOT_COMPARED:
+            yield f"{section}{name} {shown(was)}, now {shown(now)}"
 
 
 def _check_meaning(algorithm: OffPolicy, path: str | Path | None) -> None:

@@ -40,7 +40,7 @@ from deft.runs.processes import Processes
 from deft.runs.random_state import process_seed, seed_everything
 from deft.runs.sinks import check_extras
 from deft.training.cluster.building import make_cluster_env
-from deft.training.handover import check_fixed_settings, load_critics, use_policy_section
+from deft.training.handover import check_fixed_settings, load_critics, log_changes, use_policy_section
 from deft.training.reward_model import with_reward_model
 from deft.training.trainer import OnlineSpec, Trainer
 
@@ -181,6 +181,8 @@ def open_run(config: Any, subject: str, algorithm_class: Any, policy: Any) -> Op
         raise InputError(sharding.NOT_COMPILED)
     config = model_files.with_absolute_paths(use_policy_section(config, policy, resume_from))
     check_fixed_settings(config, resume_from or config.model_path)
+    if processes.is_first:
+        log_changes(config, resume_from)
     seed_everything(config.seed)
     check_extras(config.logging)
     return OpenRun(config, algorithm_class, processes, device, resume_from, replaces, shards)

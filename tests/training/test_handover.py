@@ -13,7 +13,7 @@ from deft.envs.make import wrap
 from deft.evaluation.evaluate import find_run, load_policy
 from deft.ownership import write_manifest
 from deft.runs.policies import checkpoint_folder
-from deft.training.handover import use_policy_section
+from deft.training.handover import log_changes, use_policy_section
 
 DATASET = "lerobot_v2/robot_sim_picknplace"
 ENV = f"lerobot_worlds:{ENV_ID}"
@@ -140,3 +140,19 @@ def test_a_run_has_the_arguments_of_the_run_that_it_starts_from(given, arguments
     used = use_policy_section(config)
     assert (used.env.arguments, used.env.time_limit) == (arguments, limit)
     assert use_policy_section(used).env == used.env  # its config.yaml repeats the run
+
+
+def test_a_resumed_run_logs_what_changed(tmp_path, caplog):
+    settings = {"algorithm": "ppo", "env": {"id": "reach", "kwargs": {"reward": "sparse"}}}
+    write_config(resolve({**settings, "trainer": {"total_timesteps": 8}}), tmp_path / "config.yaml")
+    changed = {
+        "algorithm": {"name": "ppo", "cfg": {"gamma": 0.9}},
+        "env": {"id": "reach", "kwargs": {"reward": "dense"}},
+    }
+    with caplog.at_level("INFO", "deft"):
+        log_changes(resolve(settings | {"trainer": {"total_timesteps": 16}}), tmp_path)  # longer, else the same
+        assert not caplog.messages
+        log_changes(resolve(changed), tmp_path)
+    (line,) = caplog.messages
+    assert "env.kwargs {'reward': 'sparse'}, now {'reward': 'dense'}" in line
+    assert "algorithm.cfg.gamma 0.99, now 0.9" in line
