@@ -2,12 +2,14 @@
 
     python benchmarks/headline_gpu.py --seeds 30 31 32                            every run of the table
     python benchmarks/headline_gpu.py --seeds 30 --runs dense --steps 5000000     a first look
+    python benchmarks/headline_gpu.py --runs starts --parallel 3 --cores 5        three runs at once on the device
 
 For each seed: demonstrations of the expert with noise, SFT on them with and without labels, and from there the runs of
-`RUNS`, by the `deft` command and the recipes. One run at a time trains on the device. Meanwhile the last checkpoint of
-a finished run plays 200 held-out episodes in the CPU simulator, beside the SFT policy that it started from: the four
-tasks, combinations of colour and object that training never sees, and shuffled words. It plays the four tasks on Warp
-too: the same policy, another renderer and solver.
+`RUNS`, by the `deft` command and the recipes. `--parallel` runs at a time train on the device (start NVIDIA's MPS first
+if there are several: `nvidia-cuda-mps-control -d`). Meanwhile the last checkpoint of a finished run plays 200 held-out
+episodes in the CPU simulator, beside the SFT policy that it started from: the four tasks, combinations of colour and
+object that training never sees, and shuffled words. It plays the four tasks on Warp too: the same policy, another
+renderer and solver.
 
 The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
 RESULTS, the figures in RESULTS/results.json. Unknown flags are passed to every run.
@@ -75,19 +77,22 @@ RUNS = {
 
 
 class GPUBench(Bench):
-    """One call of this script: its settings, free sets of cores, and one device."""
+    """One call of this script: its settings, free sets of cores, and places on the device."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__(arguments)
-        self.device = threading.Lock()
+        self.device = threading.Semaphore(arguments.parallel)
 
-    def imitation(self, seed: int, pool: ThreadPoolExecutor) -> dict[str, Any]:
-        """Demonstrations and the two SFT policies."""
+    def imitation(self, seed: int) -> dict[str, Any]:
+        """Demonstrations and the SFT policies that runs start from."""
         given, folder, taken = self.arguments, self.root / f"seed-{seed}", {}
+        starts = {RUNS[name].start or "sft" for name in given.runs}
         for name, observation, recipe in (
             ("sft", "images", "tabletop-sft"),
             (LABELS, "labelled", "tabletop-sft-labels"),
         ):
+            if name not in starts:
+                continue
             demos = folder / f"{observation}-v0"
             expert = ["--env", "tabletop", "--task", "all", "--env-kwargs", f"observation={observation}", *DEMONSTRATED]
             expert += ["--policy", "expert", "--noise", 0.3, "--episodes", given.demonstrations, "--num_envs", 8]
@@ -99,8 +104,9 @@ class GPUBench(Bench):
             taken[name] = self.train(seed, name, *flags)
         return taken
 
-    def run(self, seed: int, name: str, pool: ThreadPoolExecutor) -> Future[dict[str, Any]]:
-        """Train one run of a seed when the device is free, and start its evaluation."""
+    def run(self, seed: int, name: str, imitation: Future[dict[str, Any]]) -> dict[str, Any]:
+        """Train one run of a seed when the device has a place for it, and evaluate it."""
+        imitation.result()
         given, run, folder = self.arguments, RUNS[name], self.root / f"seed-{seed}"
         flags = [*run.flags, *([] if run.start is None else ["--model_path", folder / run.start])]
         for flag in ("steps", "num_envs"):
@@ -108,7 +114,7 @@ class GPUBench(Bench):
                 flags += [f"--{'total_timesteps' if flag == 'steps' else flag}", getattr(given, flag)]
         with self.device:
             taken = self.train(seed, name, *flags, *given.flags)
-        return pool.submit(self.evaluate, seed, name, taken)
+        return self.evaluate(seed, name, taken)
 
     def evaluate(self, seed: int, name: str, taken: dict[str, Any]) -> dict[str, Any]:
         """The last checkpoint in the CPU simulator, beside its SFT policy, and on Warp."""
@@ -142,6 +148,7 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=200, help="of each column of the comparison")
     parser.add_argument("--minutes", type=float, default=20.0, help="after which a run is stopped")
     parser.add_argument("--cores", type=int, default=2, help="that a command may use")
+    parser.add_argument("--parallel", type=int, default=1, help="runs that train on the device at once")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--results", type=Path, default=Path("outputs/headline-gpu"))
     arguments, arguments.flags = parser.parse_known_args()
@@ -150,12 +157,12 @@ def main() -> int:
     arguments.results.mkdir(parents=True, exist_ok=True)
     seeds, results = arguments.seeds, {}
     with ThreadPoolExecutor(64) as pool:
-        imitations = {seed: pool.submit(bench.imitation, seed, pool) for seed in seeds}
-        jobs: dict[tuple[str, int], Future[dict[str, Any]]] = {}
-        for name in arguments.runs:
-            for seed in seeds:
-                imitations[seed].result()
-                jobs[name, seed] = bench.run(seed, name, pool)
+        imitations = {seed: pool.submit(bench.imitation, seed) for seed in seeds}
+        jobs = {
+            (name, seed): pool.submit(bench.run, seed, name, imitations[seed])
+            for name in arguments.runs
+            for seed in seeds
+        }
         for (name, seed), job in jobs.items():
             results.setdefault(name, {})[seed] = job.result()
     written = {"command": " ".join(sys.argv), "machine": machine(), "seconds": time.monotonic() - started}
