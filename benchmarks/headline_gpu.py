@@ -36,6 +36,7 @@ DEMONSTRATED = ['task_weights={"place": 2.5, "push": 1.5}', SHORT_NAMES]
 LABELS = "sft-labels"
 SPARSE = ["--recipe", "tabletop-ppo", "--env-kwargs", "reward=sparse", "--rollout_steps", 4, "--desired_kl", 0.03]
 SPARSE += ["--value_updates", 32, "--exploration_scale", 0.6]
+IMITATION = [*SPARSE, "--self_imitation_coef", 10, "--self_imitation_return", 0.5]
 STARTS = 'expert_starts={"place": 0.7}'
 
 
@@ -53,12 +54,12 @@ RUNS = {
     "imitation": Run(
         "PPO with self-imitation, reward = success only",
         "sft",
-        [*SPARSE, "--self_imitation_coef", 10, "--self_imitation_return", 0.5],
+        IMITATION,
     ),
     "starts": Run(
         "PPO with self-imitation and starts on the expert's way, reward = success only",
         "sft",
-        [*SPARSE, "--self_imitation_coef", 10, "--self_imitation_return", 0.5, "--training_env_kwargs", STARTS],
+        [*IMITATION, "--training_env_kwargs", STARTS],
     ),
     "grpo": Run("GRPO, dense reward", "sft", ["--recipe", "tabletop-grpo"]),
     "labels": Run(

@@ -101,9 +101,8 @@ class GRPO(PolicyGradient):
         metrics = {name: value for name, value in epochs.kept.items() if isinstance(value, Tensor)}
         observed = [value for value in epochs.kept.values() if not isinstance(value, Tensor)]
         metrics |= self._loss_metrics(epochs) if epochs.losses else self._no_step()
-        kl = self._maximum(float(metrics["approx_kl"]))
-        if kl > 0:  # else nothing moved
-            self._adapt_learning_rate(kl)
+        if learns:  # else nothing moved
+            self._adapt_learning_rate(metrics["approx_kl"])
         self.version += 1
         if self.auxiliary is not None:
             rows = torch.cat(observed)

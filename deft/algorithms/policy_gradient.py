@@ -216,10 +216,11 @@ class PolicyGradient(Algorithm):
         if self.settings.learning_rate_schedule == "linear":
             self._set_learning_rate(self.settings.learning_rate * max(0.0, 1.0 - self.progress))
 
-    def _adapt_learning_rate(self, kl: float) -> None:
+    def _adapt_learning_rate(self, approx_kl: Tensor) -> None:
         """Halfway between constant and hand-tuned: ×1.5 or ÷1.5 when an update moved half or twice the wanted KL."""
         if self.settings.learning_rate_schedule != "adaptive":
             return
+        kl = self._maximum(float(approx_kl))
         if kl > 2.0 * self.settings.desired_kl:
             self._set_learning_rate(max(1e-6, self.learning_rate / 1.5))
         elif kl < 0.5 * self.settings.desired_kl:

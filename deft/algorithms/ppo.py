@@ -97,7 +97,7 @@ class PPO(PolicyGradient):
         self.version += 1
         metrics = self._metrics(epochs.losses, epochs.first, rollout, epochs.ended_early)
         if not warms_up:  # else the policy has not moved, and its KL says nothing
-            self._adapt_learning_rate(float(metrics["approx_kl"]))
+            self._adapt_learning_rate(metrics["approx_kl"])
         metrics |= epochs.kept
         if self.auxiliary is not None:
             rows = rollout.select(schema.OBSERVATION).flatten(0, 1)
