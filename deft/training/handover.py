@@ -23,7 +23,10 @@ from deft.runs.policies import check_acts, checkpoint_folder, config_beside
 
 log = logging.getLogger(__name__)
 AnyConfig = TypeVar("AnyConfig", RunConfig, OfflineRunConfig)
-NOT_COMPARED = ("output_dir", "resume", "auto_resume", "overwrite", "model_path", "total_timesteps", "num_epochs")
+NOT_COMPARED = (
+    *("output_dir", "resume", "auto_resume", "overwrite", "model_path"),
+    *("total_timesteps", "iterations", "num_epochs"),
+)
 FREE_FORM = ("kwargs", "training_kwargs", "model_config")  # arguments, shown as a whole
 
 
