@@ -25,6 +25,7 @@ from deft.envs.tabletop.control import ArmController, action_names, action_size,
 from deft.envs.tabletop.model import noise_tiles
 from deft.envs.tabletop.scene import DomainRandomization, Scene, draw_scene, flicker, noise_colours
 from deft.envs.tabletop.simulation import Simulation
+from deft.envs.tabletop.starts import FIRST_RATE, PARTS, WHOLE, draw_part, left, updated
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS, Goal
 from deft.errors import InputError, RunError
 
@@ -34,7 +35,6 @@ OBJECT_SIZE = 7
 MAX_OBJECTS = 4
 MAX_SCENE_TRIES = 100
 MAX_EXPERT_STEPS = 120  # of an expert that begins an episode; it needs about 60
-START_POWER = 3  # of the part that it leaves: half of these episodes begin in the last eighth of its way
 INSTRUCTION_LENGTH = 64
 RENDER_SIZE = 320
 START_NOISE = 0.03  # radians
@@ -78,7 +78,8 @@ class TabletopSpec:
     shuffle_instructions: Switch = False
     """Whether an instruction names an object independently of the goal, to measure the use of language."""
     expert_starts: dict[str, Fraction] | None = None
-    """For tasks by name: the share of episodes that begin on the scripted expert's way, mostly near its end."""
+    """For tasks by name: the share of episodes that begin on the scripted expert's way, mostly in parts of it from
+    which they sometimes succeed."""
 
 
 class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
@@ -141,6 +142,11 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self._episodes_in_scene = 0
         self._elapsed_steps = 0
         self._potentials = (0.0, 0.0)
+        self._start_rates = {name: np.full(PARTS, FIRST_RATE) for name in spec.expert_starts or {}}
+        self._part, self._has_succeeded = WHOLE, False
+        self.start_draw: float | None = None
+        """By which the episode's part of the expert's way is chosen; None: it begins at the beginning."""
+        self._way: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._frames_checked = False
         self.observes = True
         """Whether a step makes an observation; action chunks turn it off within a chunk. It then returns None."""
@@ -178,6 +184,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         A seed always draws a new scene. `options["target"]`, an index, selects the object.
         """
         super().reset(seed=seed)
+        self._note_success()
+        if seed is not None:
+            self._start_rates = {name: np.full(PARTS, FIRST_RATE) for name in self._start_rates}
         if (
             seed is not None
             or self._simulation is None
@@ -201,6 +210,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self.goal = task.draw_goal(self.np_random, simulation.scene, target, self.split, short)
         if self.settings.shuffle_instructions:
             self.goal.instruction = self._unrelated_instruction()
+        self._part, self._has_succeeded, self.start_draw = WHOLE, False, None
         if share := (self.settings.expert_starts or {}).get(self.task_name):
             self._start_on_the_way(share)
         self._potentials = task.potentials(simulation.view(), self.goal)
@@ -222,6 +232,7 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         task, view = TASKS[self.task_name], simulation.view()
         success = task.is_achieved(view, self.goal.index, self.goal.base)
         is_wrong = not success and task.is_achieved_by_another(view, self.goal)
+        self._has_succeeded |= success
         terms = {"success": SUCCESS_REWARD if success else 0.0}
         if self.settings.reward == "dense":
             approach, goal = task.potentials(view, self.goal)
@@ -293,6 +304,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             "episodes_in_scene": self._episodes_in_scene,
             "elapsed_steps": self._elapsed_steps,
             "potentials": list(self._potentials),
+            "start_rates": {name: rates.tolist() for name, rates in self._start_rates.items()},
+            "part": self._part,
+            "succeeded": self._has_succeeded,
             "random": self.np_random.bit_generator.state,
         }
 
@@ -312,6 +326,9 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         self._episodes_in_scene = state["episodes_in_scene"]
         self._elapsed_steps = state["elapsed_steps"]
         self._potentials = (state["potentials"][0], state["potentials"][1])
+        for name, rates in state.get("start_rates", {}).items():
+            self._start_rates[name] = np.array(rates)
+        self._part, self._has_succeeded = state.get("part", WHOLE), state.get("succeeded", False)
         self.np_random.bit_generator.state = state["random"]
 
     # ---------------------------------------------------------------------------------------------------- details
@@ -350,9 +367,11 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
         raise RunError(f"no stable scene in {MAX_SCENE_TRIES} tries; use fewer objects or less randomization")
 
     def _start_on_the_way(self, share: float) -> None:
-        """In this share of episodes, let the expert do the task and go back to a random step, mostly near the end."""
-        if self.np_random.random() >= share:
+        """In this share of episodes, let the expert do the task and go back to a step of the part that is drawn."""
+        chosen, draw, within = self.np_random.random(3)
+        if chosen >= share:
             return
+        self.start_draw = float(draw)
         task, simulation = TASKS[self.task_name], self.simulation
         passed = []
         for _ in range(MAX_EXPERT_STEPS):
@@ -362,10 +381,23 @@ class TabletopEnv(gymnasium.Env[Any, np.ndarray]):
             view = simulation.view()
             if task.is_achieved(view, self.goal.index, self.goal.base) or task.is_achieved_by_another(view, self.goal):
                 break
-        share_left = self.np_random.random() ** START_POWER
-        physics, controller = passed[-1 - int(share_left * len(passed))]
-        simulation.set_state(physics)
+        self._way = [passed[-1 - int(left(part, within) * len(passed))] for part in range(PARTS)]
+        self.begin_on_the_way(int(draw_part(self._start_rates[self.task_name], draw)))
+
+    def begin_on_the_way(self, part: int) -> None:
+        """Go to a part of the expert's way, after a reset with a `start_draw`."""
+        physics, controller = self._way[part]
+        self._part = part
+        self.simulation.set_state(physics)
         self._controller.set_state(controller)
+
+    def _note_success(self) -> None:
+        """Count the episode that ends if it began on the expert's way."""
+        if self._part == WHOLE or self._elapsed_steps == 0:
+            return
+        episodes = (np.arange(PARTS) == self._part).astype(np.float64)
+        rates = self._start_rates[self.task_name]
+        self._start_rates[self.task_name] = updated(rates, episodes, episodes * self._has_succeeded)
 
     def _unrelated_instruction(self) -> str:
         """Draw an instruction for an object of the scene independently of the goal; scenes and goals are unchanged."""

@@ -19,6 +19,7 @@ from deft.envs.tabletop.control import CONTROL_MODES
 from deft.envs.tabletop.env import TabletopEnv
 from deft.envs.tabletop.model import object_position
 from deft.envs.tabletop.scene import COLOURS, HELD_OUT, TABLE_X, TABLE_Y, DomainRandomization, draw_scene
+from deft.envs.tabletop.starts import PARTS
 from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS
 from deft.errors import InputError, RunError
 
@@ -281,6 +282,32 @@ def test_episodes_may_begin_on_the_way_of_the_expert() -> None:
         assert lengths[part] <= lengths[whole]
         np.testing.assert_array_equal(part.reset(seed=seed)[0], start)  # a seed gives the same start again
     assert 0 < closed < 6
+
+
+def test_starts_follow_the_success_of_earlier_episodes() -> None:
+    """The part of the way that an episode begins in becomes likelier or not; a saved state continues with the rates."""
+    env = TabletopEnv(task="pick", expert_starts={"pick": 1.0})
+    env.reset(seed=0)
+    for _ in range(2):
+        env.reset()  # of an episode without a step nothing is learned
+    assert env.get_state()["start_rates"] == {"pick": [0.5] * PARTS}
+    part = env.get_state()["part"]
+    play_expert(env)
+    assert env.get_state()["succeeded"]
+    env.reset()
+    rates = env.get_state()["start_rates"]["pick"]
+    assert rates[part] == pytest.approx(0.525)  # 0.5 + 0.05 (1 - 0.5)
+    assert sum(rates) == pytest.approx(0.5 * PARTS + 0.025)
+    part = env.get_state()["part"]
+    env.step(np.zeros(8))
+    state = env.get_state()
+    env.reset()
+    other = TabletopEnv(task="pick", expert_starts={"pick": 1.0})
+    other.set_state(state)
+    other.reset()
+    assert other.get_state()["start_rates"] == env.get_state()["start_rates"]
+    assert env.get_state()["start_rates"]["pick"][part] == pytest.approx(0.95 * rates[part])  # it failed
+    np.testing.assert_array_equal(other.observe(), env.observe())
 
 
 def test_other_tasks_begin_as_ever() -> None:

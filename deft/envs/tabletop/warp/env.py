@@ -21,6 +21,7 @@ from deft.envs.layout import ActionLayout, ObservationLayout
 from deft.envs.state import decode, encode
 from deft.envs.tabletop.env import INSTRUCTION_LENGTH, RENDER_SIZE, TabletopEnv
 from deft.envs.tabletop.model import HEAD_CAMERA, WRIST_CAMERA
+from deft.envs.tabletop.starts import FIRST_RATE, PARTS, WHOLE, draw_part, updated
 from deft.envs.tabletop.tasks import GOAL_TASKS, TASKS
 from deft.envs.tabletop.warp.episodes import EpisodeSource
 from deft.envs.tabletop.warp.model import batch_model
@@ -100,6 +101,9 @@ class WarpTabletopEnv(VectorEnv):
         self._lengths = self._zeros(dtype=torch.int64)
         self._returns = self._zeros()
         self._term_sums = self._zeros(max(1, len(self.reward_terms)))
+        self._has_starts = bool(template.settings.expert_starts)
+        self._parts = self._zeros(dtype=torch.int64)  # of the expert's way, in which the present episodes began
+        self._start_rates = torch.full((len(TASKS), PARTS), FIRST_RATE, device=self.device)
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._generator = torch.Generator(self.device)
         self._seeds: list[int] = []
@@ -139,6 +143,7 @@ class WarpTabletopEnv(VectorEnv):
 
     def _start_seeds(self, seeds: list[int]) -> None:
         self._seeds = seeds
+        self._start_rates.fill_(FIRST_RATE)
         self._source.start(seeds)
         self._groups.copy_(torch.from_numpy(self._source.groups))
 
@@ -212,8 +217,11 @@ class WarpTabletopEnv(VectorEnv):
         if not self._has_started:
             raise InputError("get_state() was called before reset()")
         saved = {name: tensor.cpu().numpy() for name, tensor in self._saved_tensors().items()}
+        rates = {"start_rates": self._start_rates.cpu().numpy().copy()} if self._has_starts else {}
         return [
-            encode({"seed": self._seeds[index], **{name: values[index].copy() for name, values in saved.items()}})
+            encode(
+                {"seed": self._seeds[index], **{name: values[index].copy() for name, values in saved.items()}, **rates}
+            )
             for index in range(self.num_envs)
         ]
 
@@ -226,7 +234,10 @@ class WarpTabletopEnv(VectorEnv):
         self._episode_numbers.copy_(torch.tensor([int(state["episode"]) for state in states]))
         self._begin_all()
         for name, tensor in self._saved_tensors().items():
-            tensor.copy_(torch.from_numpy(np.stack([state[name] for state in states])))
+            if name in states[0]:
+                tensor.copy_(torch.from_numpy(np.stack([state[name] for state in states])))
+        if "start_rates" in states[0]:
+            self._start_rates.copy_(torch.from_numpy(states[0]["start_rates"]))
         self.simulation.locate(None)
         self._current ^= 1
         self._observe(self._rows, self._observations[self._current])
@@ -245,6 +256,7 @@ class WarpTabletopEnv(VectorEnv):
             "targets": simulation.targets,
             "fingers": simulation.fingers,
             "potentials": simulation.episodes["potentials"],
+            **({"part": self._parts} if self._has_starts else {}),
         }
 
     def state_obstacle(self) -> str | None:
@@ -299,6 +311,8 @@ class WarpTabletopEnv(VectorEnv):
     def _end_episodes(self, rows: Tensor, success: Tensor) -> list[Episode]:
         """Return the ended episodes; move their environments on to the next ones."""
         self._episode_numbers[rows] += 1
+        if self._has_starts:
+            self._note_successes(rows, success[rows])
         columns = [
             self._episode_numbers[rows, None],
             self._lengths[rows, None],
@@ -321,9 +335,31 @@ class WarpTabletopEnv(VectorEnv):
             episodes.append(Episode(index, float(row[4]), int(row[1]), won, terms, labels=labels))
         return episodes
 
+    def _note_successes(self, rows: Tensor, success: Tensor) -> None:
+        """Count the episodes that end in `rows` and began on the expert's way."""
+        cells = self.simulation.episodes["task"][rows].long() * PARTS + self._parts[rows]
+        is_counted = (self._parts[rows] != WHOLE).to(self._start_rates)
+        nothing = torch.zeros_like(self._start_rates).flatten()
+        episodes, successes = (
+            nothing.index_add(0, cells.clamp(min=0), one).view_as(self._start_rates)
+            for one in (is_counted, is_counted * success)
+        )
+        self._start_rates = updated(self._start_rates, episodes, successes)
+
+    def _on_the_way(self, rows: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Choose where on the expert's way the episodes of `rows` begin; return their numbers."""
+        draw = numbers["start_draw"]
+        part = draw_part(self._start_rates[numbers["task"].long()], draw)
+        self._parts[rows] = torch.where(draw < 0, WHOLE, part)
+        index = torch.arange(len(rows), device=self.device)
+        names = [name.removeprefix("way_") for name in numbers if name.startswith("way_")]
+        return {**numbers, **{name: numbers[f"way_{name}"][index, part] for name in names}}
+
     def _begin(self, rows: Tensor) -> None:
         """Start the present episode of the environments `rows`."""
         numbers = self._source.take(rows, self._episode_numbers[rows], self._latest_episode)
+        if self._has_starts:
+            numbers = self._on_the_way(rows, numbers)
         self.simulation.place(rows, numbers)
         self.simulation.locate(rows.int())
         for name, target in self._looks.items():

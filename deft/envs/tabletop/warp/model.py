@@ -18,6 +18,7 @@ import numpy as np
 from deft.envs.tabletop.env import INSTRUCTION_LENGTH, TabletopEnv
 from deft.envs.tabletop.model import HEAD_CAMERA, NUM_ROBOT, noise_tiles, scene_xml
 from deft.envs.tabletop.scene import CLUTTER_SIZES, MAX_CLUTTER, TASK_SHAPES, Light, Scene, SceneObject
+from deft.envs.tabletop.starts import PARTS
 from deft.envs.tabletop.tasks import ALL_TASKS, GOAL_TASKS, TASKS
 from deft.schema import encode_text
 
@@ -112,7 +113,7 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Num
     """Return what a scene sets in the model and state of its environment, from the scene's own model and state.
 
     `geom_…`, `body_…` and `dof_…` are fields of the model; `static_position` holds the positions of furniture and room;
-    `qpos` and `qvel` the state; the rest is appearance.
+    `qpos` and `qvel` the state (`state_numbers`); the rest is appearance.
     """
     whole = batch.model
     num_geoms = whole.ngeom
@@ -126,7 +127,6 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Num
     inertia, iquat, weight = whole.body_inertia.copy(), whole.body_iquat.copy(), whole.body_invweight0.copy()
     gravity_compensation = whole.body_gravcomp.copy()
     dof_weight = whole.dof_invweight0.copy()
-    qpos, qvel = np.zeros(whole.nq), np.zeros(whole.nv)
 
     own_fixed, own_area, own_tiles = _furniture(model, scene)
     robot = list(range(batch.num_robot_geoms))
@@ -134,13 +134,12 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Num
     pairs += list(zip(batch.area, own_area, strict=False)) + list(zip(batch.tiles, own_tiles, strict=False))
     bodies = []
     for index, item in enumerate(scene.everything):
-        slot = index if index < len(scene.objects) else index - len(scene.objects) + batch.num_objects
+        slot = _slot(batch, scene, index)
         pairs.append((batch.shapes[slot][item.shape], model.geom(f"object{index}").id))
         bodies.append((slot, index))
     to, of = (list(column) for column in zip(*pairs, strict=True))
     size[to], rgba[to], material[to] = model.geom_size[of], model.geom_rgba[of], model.geom_matid[of]
     radius[to], aabb[to], position[to] = model.geom_rbound[of], model.geom_aabb[of], data.geom_xpos[of]
-    qpos[:NUM_ROBOT], qvel[:NUM_ROBOT] = data.qpos[:NUM_ROBOT], data.qvel[:NUM_ROBOT]
     dof_weight[:NUM_ROBOT] = model.dof_invweight0[:NUM_ROBOT]
     for slot, index in bodies:
         body, own = whole.body(f"object{slot}").id, model.body(f"object{index}").id
@@ -148,14 +147,10 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Num
         weight[body] = model.body_invweight0[own]
         to_dofs, own_dofs = NUM_ROBOT + 6 * slot, NUM_ROBOT + 6 * index
         dof_weight[to_dofs : to_dofs + 6] = model.dof_invweight0[own_dofs : own_dofs + 6]
-        qvel[to_dofs : to_dofs + 6] = data.qvel[own_dofs : own_dofs + 6]
-        to_pose, own_pose = NUM_ROBOT + 7 * slot, NUM_ROBOT + 7 * index
-        qpos[to_pose : to_pose + 7] = data.qpos[own_pose : own_pose + 7]
     used = {slot for slot, _ in bodies}
     for slot in range(len(batch.shapes)):
         if slot not in used:  # clutter that this scene does not have
             gravity_compensation[whole.body(f"object{slot}").id] = 1.0
-            qpos[NUM_ROBOT + 7 * slot :][:7] = (0.5, 0.0, PARKED_HEIGHT + slot, 1.0, 0.0, 0.0, 0.0)
     lights = np.zeros((MAX_LIGHTS, 9))  # position, direction, colour
     lights[: model.nlight, :3], lights[: model.nlight, 3:6] = data.light_xpos, data.light_xdir
     lights[: model.nlight, 6:] = model.light_diffuse
@@ -173,8 +168,7 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Num
         "camera_position": model.cam_pos[camera],
         "camera_quaternion": model.cam_quat[camera],
         "static_position": position,
-        "qpos": qpos,
-        "qvel": qvel,
+        **state_numbers(batch, scene, data),
         "rgba": rgba,
         "material": material,
         "lights": lights,
@@ -192,12 +186,52 @@ def scene_numbers(batch: BatchModel, scene: Scene, model: Any, data: Any) -> Num
     }
 
 
+def _slot(batch: BatchModel, scene: Scene, index: int) -> int:
+    """Return which movable object of the batch an object of a scene is."""
+    return index if index < len(scene.objects) else index - len(scene.objects) + batch.num_objects
+
+
+def state_numbers(batch: BatchModel, scene: Scene, data: Any) -> Numbers:
+    """Return `qpos` and `qvel` of an environment from the scene's own state; unused clutter floats above the table."""
+    qpos, qvel = np.zeros(batch.model.nq, np.float32), np.zeros(batch.model.nv, np.float32)
+    for slot in range(len(batch.shapes)):
+        qpos[NUM_ROBOT + 7 * slot :][:7] = (0.5, 0.0, PARKED_HEIGHT + slot, 1.0, 0.0, 0.0, 0.0)
+    qpos[:NUM_ROBOT], qvel[:NUM_ROBOT] = data.qpos[:NUM_ROBOT], data.qvel[:NUM_ROBOT]
+    for index in range(len(scene.everything)):
+        slot = _slot(batch, scene, index)
+        qpos[NUM_ROBOT + 7 * slot :][:7] = data.qpos[NUM_ROBOT + 7 * index :][:7]
+        qvel[NUM_ROBOT + 6 * slot :][:6] = data.qvel[NUM_ROBOT + 6 * index :][:6]
+    return {"qpos": qpos, "qvel": qvel}
+
+
+def _moving(batch: BatchModel, env: TabletopEnv) -> Numbers:
+    """Return the state, and the `targets` of the joints and the `fingers`."""
+    targets, fingers = env.targets
+    return {
+        **state_numbers(batch, env.scene, env.simulation.data),
+        "targets": np.asarray(targets, np.float32),
+        "fingers": np.array(fingers, np.float32),
+    }
+
+
+def _way(batch: BatchModel, env: TabletopEnv) -> Numbers:
+    """Return `start_draw` and, for each part of the expert's way, `way_…`: the numbers of `_moving`."""
+    states = []
+    for part in range(PARTS):
+        if env.start_draw is not None:
+            env.begin_on_the_way(part)
+        states.append(_moving(batch, env))
+    draw = np.array(-1.0 if env.start_draw is None else env.start_draw, np.float32)
+    return {"start_draw": draw, **{f"way_{name}": np.stack([one[name] for one in states]) for name in states[0]}}
+
+
 def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) -> tuple[Numbers, list[Any]]:
     """Return the next `length` episodes of several environments, [environments, length, …] each, and their generators.
 
     A start is a seed, or the state of an environment's random numbers after its previous block. The numbers are those
     of `scene_numbers`, `task`, `goal`, `base` (int32), `instruction` (uint8 [64]), and the `targets` of joints and
-    `fingers`.
+    `fingers`. With `expert_starts` they include those of the parts of the expert's way, and `start_draw`, which chooses
+    one; -1: the episode begins at the beginning.
     """
     env = TabletopEnv(**{**arguments, "observation": "state"})
     batch = batch_model(env)
@@ -209,16 +243,15 @@ def draw_block(arguments: dict[str, Any], length: int, starts: Sequence[Any]) ->
         for number in range(length):
             env.reset(seed=start if number == 0 and isinstance(start, int) else None)
             simulation = env.simulation
-            targets, fingers = env.targets
             rows.append(
                 {
                     **scene_numbers(batch, simulation.scene, simulation.model, simulation.data),
+                    **_moving(batch, env),
                     "task": np.array(TASK_NUMBERS[env.task_name], np.int32),
                     "goal": np.array(env.goal.index, np.int32),
                     "base": np.array(env.goal.base, np.int32),
                     "instruction": encode_text(env.instruction, INSTRUCTION_LENGTH),
-                    "targets": np.asarray(targets, np.float32),
-                    "fingers": np.array(fingers, np.float32),
+                    **(_way(batch, env) if env.settings.expert_starts else {}),
                 }
             )
         ends.append(env.np_random.bit_generator.state)
