@@ -53,6 +53,7 @@ STATE = "state"  # [B, 32]: joints (or the hand) and gripper in the padded layou
 WRIST_RGB = "wrist_rgb"  # uint8 [B, 3, h, w], with history [B, H, 3, h, w], oldest first
 HEAD_RGB = "head_rgb"  # likewise
 ACTION_HISTORY = "action_history"  # [B, H, 32]: the actions before this observation, oldest first
+OBJECT_POSITIONS = "places"  # float [B, n]: labels, which only training reads; a policy learns to predict them
 INSTRUCTION = "instruction"  # uint8 [B, L]: see `encode_text`
 
 # The batches of the F1 model, [B, …] or a sequence [T, B, …]; images are uint8, the model scales them.

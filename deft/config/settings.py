@@ -410,6 +410,12 @@ class DatasetConfig:
     """Memory in GB for the episode cache of an image dataset, which is read from disk during training."""
     intervention_weight: Positive = 1.0
     """Sample transitions that are marked as interventions of an expert this many times as often as others."""
+    keyframe_stream: str | None = None
+    """Stream of which later values are labels for vla-tiny: where the robot goes next; see docs/how-to/keyframes.md."""
+    keyframe_dims: tuple[int, ...] = ()
+    """The numbers of `keyframe_stream` that are labels, for example those of the hand's position; by default all."""
+    keyframe_switch: int = -1
+    """The action dim whose changes of sign are key frames: that of the gripper."""
 
 
 @settings

@@ -19,10 +19,9 @@ from deft.data.spaces import space_from_json, space_to_json
 from deft.errors import InputError
 from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
-from deft.models.vla.spec import OBJECT_POSITIONS
 from deft.ownership import MANIFEST, verify
 from deft.plain_data import parse_bounded, read_bounded
-from deft.schema import INSTRUCTION, channels_first, has_channels_last
+from deft.schema import INSTRUCTION, OBJECT_POSITIONS, channels_first, has_channels_last
 
 log = logging.getLogger(__name__)
 SPACES_FILE = "spaces.json"

@@ -20,6 +20,7 @@ from deft.config.loading import replace, to_dict
 from deft.config.settings import EnvConfig, OfflineRunConfig
 from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, RenamedDataset, normalized_score
+from deft.data.datasets.keyframes import KeyframeDataset
 from deft.envs.make import check_id, make_another, make_env, make_vector_env, wrap
 from deft.envs.vector import VectorEnv
 from deft.envs.wrappers import rename
@@ -28,6 +29,8 @@ from deft.evaluation.rollouts import EVALUATION_ENVS
 from deft.models.normalization import has_seen_data, normalizers
 from deft.models.policy import CRITIC, Policy
 from deft.models.privileged import public_space
+from deft.models.vla.loading import find_vla_class
+from deft.models.vla.spec import model_keywords
 from deft.runs import sharding
 from deft.runs.compute import log_device
 from deft.runs.logging import logged_from_start
@@ -74,6 +77,9 @@ def build_offline_trainer(
         dataset = open_dataset(config.dataset.path, {**own, **source.options})
     elif config.dataset.rename_streams:
         dataset = RenamedDataset(dataset, config.dataset.rename_streams)
+    if (source := config.dataset).keyframe_stream is not None:
+        _check_learns_labels(config)
+        dataset = KeyframeDataset(dataset, source.keyframe_stream, source.keyframe_dims, source.keyframe_switch)
     env_config = None if eval_env is not None or not run.algorithm_class.acts else evaluation_env(config, dataset)
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
         log.warning("no evaluation: the dataset's environment cannot be used: %s", missing)
@@ -146,6 +152,13 @@ def build_offline_trainer(
     if run.resume_from is not None:
         trainer.load(run.resume_from)
     return trainer
+
+
+def _check_learns_labels(config: OfflineRunConfig) -> None:
+    """Raise an error for a policy that would read labels, or not learn them."""
+    vla = config.policy.vla_config
+    if vla is None or "places_key" not in model_keywords(find_vla_class(vla.model_class))[0]:
+        raise InputError("keyframe_stream: only vla-tiny learns from labels; give --model vla-tiny, or leave it out")
 
 
 def _with_metadata(

@@ -29,7 +29,7 @@ from deft.models.policy import Policy
 from deft.models.privileged import public_space, with_critic_streams
 from deft.models.vla.get_action import wrap_policy
 from deft.models.vla.loading import find_vla_class
-from deft.models.vla.spec import OBJECT_POSITIONS, model_keywords
+from deft.models.vla.spec import model_keywords
 from deft.runs import model_files, sharding
 from deft.runs.compute import choose_device, choose_online_device, log_device
 from deft.runs.directory import place_run, run_opener
@@ -39,6 +39,7 @@ from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
 from deft.runs.random_state import process_seed, seed_everything
 from deft.runs.sinks import check_extras
+from deft.schema import OBJECT_POSITIONS
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import check_fixed_settings, load_critics, log_changes, use_policy_section
 from deft.training.reward_model import with_reward_model

@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+import yaml
 from shared_data import shared_data
 from vla_worlds import PointToColour
 
@@ -263,6 +264,37 @@ def test_from_a_run_with_ppo_and_back_to_it(tmp_path, reach, deft, caplog):
     assert again.keys() == saved.keys()  # PPO continues with V, whose weights have the same names
     saved = torch.load(tmp_path / "second" / "checkpoint-2" / "model.pt", weights_only=True)
     assert float(saved["encoder.streams.proprio.normalizer.count"]) == 90
+
+
+def test_labels_of_key_frames_need_no_environment_that_has_them(tmp_path, reach, deft):
+    """SFT learns where the point will be later; PPO and evaluation continue without labels."""
+    flags = [
+        *COMMAND[COMMAND.index("--updates-per-epoch") :],
+        "--batch-size",
+        8,
+        "--model",
+        "vla-tiny",
+        "--keyframe-stream",
+        "proprio",
+        "--keyframe-dims",
+        0,
+        1,
+    ]
+    deft("train", "sft", "--dataset", reach, *flags, "--output-dir", "sft")
+    model = yaml.safe_load((tmp_path / "sft" / "config.yaml").read_text())["policy"]["vla_config"]["model_config"]
+    assert model["places_dim"] == 8  # two numbers at four later steps
+    found = torch.load(tmp_path / "sft" / "checkpoint-2" / "model.pt", weights_only=True)
+    assert float(found["model.places_scale.count"]) > 0
+    world = ["--env", "deft/Reach-v0", "--env-kwargs", "observation=vla", "image_size=16", "--model-path", "sft"]
+    world += ["--rollout-steps", 4, "--total-timesteps", 16, "--n-epochs", 1, "--batch-size", 4, "--eval-freq", 0]
+    deft("train", "ppo", *world, "--threads", 1, "--device", "cpu", "--json", "--output-dir", "ppo")
+    assert deft("evaluate", "ppo", "--episodes", 2, "--json")["episodes"] == 2
+
+
+@pytest.mark.parametrize("policy", [SMALL, vla()])
+def test_only_a_model_that_learns_labels_gets_them(tmp_path, reach, policy):
+    with pytest.raises(InputError, match="keyframe_stream: only vla-tiny learns from labels"):
+        make_trainer(tmp_path, "sft", reach, policy, dataset={"path": str(reach), "keyframe_stream": "proprio"})
 
 
 def test_ppo_takes_over_the_whole_policy(tmp_path, reach):

@@ -17,9 +17,7 @@ from torch import nn
 
 from deft.errors import InputError
 from deft.models.vla.interface import as_vla_class, keywords_of
-from deft.schema import has_channels_last
-
-OBJECT_POSITIONS = "places"  # stream of labels of object positions, used in training only
+from deft.schema import OBJECT_POSITIONS, has_channels_last
 
 
 @dataclass(kw_only=True)
