@@ -33,11 +33,15 @@ PLAIN = ["task_weights=null", "domain_randomization=null", "max_episode_steps=15
 IMAGES = ["--env-kwargs", "observation=images", *PLAIN]
 SHORT_NAMES = 'domain_randomization={"short_name_rate": 0.5}'
 DEMONSTRATED = ['task_weights={"place": 2.5, "push": 1.5}', SHORT_NAMES]
-LABELS = "sft-labels"
+LABELS, KEYFRAMES = "sft-labels", "sft-keyframes"
 SPARSE = ["--recipe", "tabletop-ppo", "--env-kwargs", "reward=sparse", "--rollout_steps", 4, "--desired_kl", 0.03]
 SPARSE += ["--value_updates", 32, "--exploration_scale", 0.6]
 IMITATION = [*SPARSE, "--self_imitation_coef", 10, "--self_imitation_return", 0.5]
-STARTS = 'expert_starts={"place": 0.7}'
+IMITATIONS = {  # by the name of the SFT run: observation and flags of its demonstrations, and its recipe
+    "sft": ("images", DEMONSTRATED, "tabletop-sft"),
+    KEYFRAMES: ("images", [], "tabletop-sft-keyframes"),
+    LABELS: ("labelled", DEMONSTRATED, "tabletop-sft-labels"),
+}
 
 
 class Run(NamedTuple):
@@ -58,8 +62,8 @@ RUNS = {
     ),
     "starts": Run(
         "PPO with self-imitation and starts on the expert's way, reward = success only",
-        "sft",
-        [*IMITATION, "--training_env_kwargs", STARTS],
+        KEYFRAMES,
+        ["--recipe", "tabletop-ppo-sparse"],
     ),
     "grpo": Run("GRPO, dense reward", "sft", ["--recipe", "tabletop-grpo"]),
     "labels": Run(
@@ -88,21 +92,18 @@ class GPUBench(Bench):
         """Demonstrations and the SFT policies that runs start from."""
         given, folder, taken = self.arguments, self.root / f"seed-{seed}", {}
         starts = {RUNS[name].start or "sft" for name in given.runs}
-        for name, observation, recipe in (
-            ("sft", "images", "tabletop-sft"),
-            (LABELS, "labelled", "tabletop-sft-labels"),
-        ):
+        for name, (observation, flags, recipe) in IMITATIONS.items():
             if name not in starts:
                 continue
-            demos = folder / f"{observation}-v0"
-            expert = ["--env", "tabletop", "--task", "all", "--env-kwargs", f"observation={observation}", *DEMONSTRATED]
+            demos = folder / f"demos-{name}-v0"
+            expert = ["--env", "tabletop", "--task", "all", "--env-kwargs", f"observation={observation}", *flags]
             expert += ["--policy", "expert", "--noise", 0.3, "--episodes", given.demonstrations, "--num_envs", 8]
             expert += ["--seed", 1_000_000 * seed, "--out", demos]
             taken[f"demos-{name}"] = self.step(seed, f"demos-{name}", "collect", *expert)
-            flags = ["--recipe", recipe, "--dataset", demos]
+            sft = ["--recipe", recipe, "--dataset", demos]
             if given.epochs is not None:
-                flags += ["--num_epochs", given.epochs]
-            taken[name] = self.train(seed, name, *flags)
+                sft += ["--num_epochs", given.epochs]
+            taken[name] = self.train(seed, name, *sft)
         return taken
 
     def run(self, seed: int, name: str, imitation: Future[dict[str, Any]]) -> dict[str, Any]:
