@@ -2,14 +2,14 @@
 
     python benchmarks/headline_gpu.py --seeds 30 31 32                            every run of the table
     python benchmarks/headline_gpu.py --seeds 30 --runs dense --steps 5000000     a first look
-    python benchmarks/headline_gpu.py --runs starts --parallel 3 --cores 5        three runs at once on the device
+    python benchmarks/headline_gpu.py --runs keyframes --parallel 3 --cores 5     three runs at once on the device
 
-For each seed: demonstrations of the expert with noise, SFT on them with and without labels, and from there the runs of
-`RUNS`, by the `deft` command and the recipes. `--parallel` runs at a time train on the device (start NVIDIA's MPS first
-if there are several: `nvidia-cuda-mps-control -d`). Meanwhile the last checkpoint of a finished run plays 200 held-out
-episodes in the CPU simulator, beside the SFT policy that it started from: the four tasks, combinations of colour and
-object that training never sees, and shuffled words. It plays the four tasks on Warp too: the same policy, another
-renderer and solver.
+For each seed: demonstrations of the expert with noise, SFT on them with and without labels, and on others with key
+frames for `keyframes`, and from there the runs of `RUNS`, by the `deft` command and the recipes. `--parallel` runs at a
+time train on the device (start NVIDIA's MPS first if there are several: `nvidia-cuda-mps-control -d`). Meanwhile the
+last checkpoint of a finished run plays 200 held-out episodes in the CPU simulator, beside the SFT policy that it
+started from: the four tasks, combinations of colour and object that training never sees, and shuffled words. It plays
+the four tasks on Warp too: the same policy, another renderer and solver.
 
 The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
 RESULTS, the figures in RESULTS/results.json. Unknown flags are passed to every run.
@@ -37,10 +37,10 @@ LABELS, KEYFRAMES = "sft-labels", "sft-keyframes"
 SPARSE = ["--recipe", "tabletop-ppo", "--env-kwargs", "reward=sparse", "--rollout_steps", 4, "--desired_kl", 0.03]
 SPARSE += ["--value_updates", 32, "--exploration_scale", 0.6]
 IMITATION = [*SPARSE, "--self_imitation_coef", 10, "--self_imitation_return", 0.5]
-IMITATIONS = {  # by the name of the SFT run: observation and flags of its demonstrations, and its recipe
-    "sft": ("images", DEMONSTRATED, "tabletop-sft"),
-    KEYFRAMES: ("images", [], "tabletop-sft-keyframes"),
-    LABELS: ("labelled", DEMONSTRATED, "tabletop-sft-labels"),
+IMITATIONS = {  # by the name of the SFT run: its demonstrations, their observation and flags, and its recipe
+    "sft": ("images-v0", "images", DEMONSTRATED, "tabletop-sft"),
+    KEYFRAMES: ("plain-v0", "images", [], "tabletop-sft-keyframes"),
+    LABELS: ("labelled-v0", "labelled", DEMONSTRATED, "tabletop-sft-labels"),
 }
 
 
@@ -60,7 +60,7 @@ RUNS = {
         "sft",
         IMITATION,
     ),
-    "starts": Run(
+    "keyframes": Run(
         "PPO with self-imitation and starts on the expert's way, reward = success only",
         KEYFRAMES,
         ["--recipe", "tabletop-ppo-sparse"],
@@ -92,10 +92,10 @@ class GPUBench(Bench):
         """Demonstrations and the SFT policies that runs start from."""
         given, folder, taken = self.arguments, self.root / f"seed-{seed}", {}
         starts = {RUNS[name].start or "sft" for name in given.runs}
-        for name, (observation, flags, recipe) in IMITATIONS.items():
+        for name, (recorded, observation, flags, recipe) in IMITATIONS.items():
             if name not in starts:
                 continue
-            demos = folder / f"demos-{name}-v0"
+            demos = folder / recorded
             expert = ["--env", "tabletop", "--task", "all", "--env-kwargs", f"observation={observation}", *flags]
             expert += ["--policy", "expert", "--noise", 0.3, "--episodes", given.demonstrations, "--num_envs", 8]
             expert += ["--seed", 1_000_000 * seed, "--out", demos]

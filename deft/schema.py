@@ -54,6 +54,8 @@ WRIST_RGB = "wrist_rgb"  # uint8 [B, 3, h, w], with history [B, H, 3, h, w], old
 HEAD_RGB = "head_rgb"  # likewise
 ACTION_HISTORY = "action_history"  # [B, H, 32]: the actions before this observation, oldest first
 OBJECT_POSITIONS = "places"  # float [B, n]: labels, which only training reads; a policy learns to predict them
+KEYFRAMES = "keyframes"  # likewise: where the robot goes next, computed from a recording
+LABELS = (OBJECT_POSITIONS, KEYFRAMES)
 INSTRUCTION = "instruction"  # uint8 [B, L]: see `encode_text`
 
 # The batches of the F1 model, [B, …] or a sequence [T, B, …]; images are uint8, the model scales them.

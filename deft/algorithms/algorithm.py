@@ -56,6 +56,8 @@ class Algorithm:
     """Whether what it trains acts; a model that does not is evaluated in no environment."""
     use: ClassVar[str] = ""
     """What a run that does not act is for, as the advice of an error."""
+    learns_labels: ClassVar[bool] = False
+    """Whether its loss on a dataset includes that of labels, which a model may learn to predict."""
     reads_reward: ClassVar[bool] = True
     """Whether it learns from rewards, which a reward model may give."""
     steps_singly: ClassVar[bool] = False

@@ -41,6 +41,7 @@ class FQL(OffPolicy):
     name = "fql"
     distribution = "flow"
     cannot_be_trained = "is a flow that acts by critics"
+    learns_labels = True
     continues: ClassVar[tuple[str, ...]] = ("fql-online",)
     settings: FQLSettings
     policy: QFlowPolicy

@@ -38,6 +38,7 @@ class IQL(OffPolicy):
     """
 
     name = "iql"
+    learns_labels = True
     settings: IQLSettings
 
     def __init__(self, policy: Policy, settings: IQLSettings | None = None, seed: int = 0) -> None:

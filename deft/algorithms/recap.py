@@ -37,6 +37,7 @@ class RecapOffline(SFT):
 
     name = "recap-offline"
     can_shard: ClassVar[bool] = False
+    learns_labels: ClassVar[bool] = False  # its V reads all streams
     needs_next_observation = True
     warmup_setting = "value_warmup"
     policy_settings: ClassVar[Mapping[str, Any]] = {"advantage": {}}

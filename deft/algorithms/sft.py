@@ -24,6 +24,7 @@ class SFT(ActorAlgorithm):
 
     name = "sft"
     can_shard: ClassVar[bool] = True
+    learns_labels: ClassVar[bool] = True
     needs_next_observation = False
     settings: Any
 

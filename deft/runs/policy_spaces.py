@@ -21,7 +21,7 @@ from deft.models.encoders import ObservationEncoder
 from deft.models.policy import Policy
 from deft.ownership import MANIFEST, verify
 from deft.plain_data import parse_bounded, read_bounded
-from deft.schema import INSTRUCTION, OBJECT_POSITIONS, channels_first, has_channels_last
+from deft.schema import INSTRUCTION, LABELS, channels_first, has_channels_last
 
 log = logging.getLogger(__name__)
 SPACES_FILE = "spaces.json"
@@ -73,7 +73,8 @@ class PolicySpaces:
 def policy_space(recorded: PolicySpaces | None, given: spaces.Space, source: Path | str, where: str) -> spaces.Space:
     """Return the observation space of a policy whose weights are loaded: the one that it was trained with.
 
-    Labels are for training only, and may differ. `source` is the checkpoint, `where` names what has the space `given`.
+    Labels are for training only: what has the space may have none, but no others. `source` is the checkpoint, `where`
+    names what has the space `given`.
     """
     if recorded is None:
         if isinstance(given, spaces.Dict) and len(given) > 1:
@@ -84,10 +85,16 @@ def policy_space(recorded: PolicySpaces | None, given: spaces.Space, source: Pat
         return given
     if not isinstance(recorded.observation, spaces.Dict) or not isinstance(given, spaces.Dict):
         return given
-    labels = {OBJECT_POSITIONS: given[OBJECT_POSITIONS]} if OBJECT_POSITIONS in given.spaces else {}
-    return spaces.Dict(
-        {name: space for name, space in recorded.observation.items() if name != OBJECT_POSITIONS} | labels
+    learned, labels = (
+        {name: space for name, space in own.items() if name in LABELS} for own in (recorded.observation, given)
     )
+    if learned and labels and describe(spaces.Dict(learned)) != describe(spaces.Dict(labels)):
+        raise InputError(
+            f"labels: {source} was trained with {describe(spaces.Dict(learned))}, {where} has "
+            f"{describe(spaces.Dict(labels))}: leave these out (of an environment --env-kwargs observation=images), or "
+            "give the same"
+        )
+    return spaces.Dict({name: space for name, space in recorded.observation.items() if name not in LABELS} | labels)
 
 
 def check_streams(
@@ -101,7 +108,7 @@ def check_streams(
                 "a new policy"
             )
         return
-    read = {name: space for name, space in made_for.items() if name != OBJECT_POSITIONS}
+    read = {name: space for name, space in made_for.items() if name not in LABELS}
     if policy.streams is not None:
         read = {name: space for name, space in read.items() if name in policy.streams}
     if missing := [name for name in read if name not in given.spaces]:
@@ -120,7 +127,7 @@ def check_streams(
                 f"{where}: stream {name!r} is {kinds[1]} of shape {theirs}, the policy was made for {kinds[0]} of "
                 f"shape {own}: give the stream that it was trained with (--rename_streams), or train a new policy"
             )
-    if further := [name for name in given if name not in made_for.spaces and name != OBJECT_POSITIONS]:
+    if further := [name for name in given if name not in made_for.spaces and name not in LABELS]:
         log.info("%s has further streams, which the policy does not read: %s", where, ", ".join(further))
 
 

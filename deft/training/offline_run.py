@@ -15,9 +15,10 @@ from typing import Any
 import gymnasium
 import torch
 
+from deft.algorithms.offline import OfflineAlgorithm
 from deft.algorithms.registry import OFFLINE_ALGORITHMS
 from deft.config.loading import replace, to_dict
-from deft.config.settings import EnvConfig, OfflineRunConfig
+from deft.config.settings import DatasetConfig, EnvConfig, OfflineRunConfig
 from deft.data.datasets import open_dataset
 from deft.data.datasets.dataset import Dataset, RenamedDataset, normalized_score
 from deft.data.datasets.keyframes import KeyframeDataset
@@ -36,6 +37,7 @@ from deft.runs.compute import log_device
 from deft.runs.logging import logged_from_start
 from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.random_state import EVALUATION_SEED
+from deft.schema import KEYFRAMES
 from deft.training.evaluator import Evaluator, check_space
 from deft.training.offline import OfflineSpec, OfflineTrainer
 from deft.training.run import open_run, run_trainer
@@ -77,8 +79,8 @@ def build_offline_trainer(
         dataset = open_dataset(config.dataset.path, {**own, **source.options})
     elif config.dataset.rename_streams:
         dataset = RenamedDataset(dataset, config.dataset.rename_streams)
+    _check_key_frames(config, run.algorithm_class)
     if (source := config.dataset).keyframe_stream is not None:
-        _check_learns_labels(config)
         dataset = KeyframeDataset(dataset, source.keyframe_stream, source.keyframe_dims, source.keyframe_switch)
     env_config = None if eval_env is not None or not run.algorithm_class.acts else evaluation_env(config, dataset)
     if env_config is not None and config.env.id is None and (missing := _missing(env_config)):
@@ -154,11 +156,27 @@ def build_offline_trainer(
     return trainer
 
 
-def _check_learns_labels(config: OfflineRunConfig) -> None:
-    """Raise an error for a policy that would read labels, or not learn them."""
-    vla = config.policy.vla_config
+def _check_key_frames(config: OfflineRunConfig, algorithm_class: type[OfflineAlgorithm]) -> None:
+    """Raise an error where the labels of key frames would be read as an input, or not learned."""
+    source, vla = config.dataset, config.policy.vla_config
+    if source.keyframe_stream is None:
+        if source.keyframe_dims or source.keyframe_switch != DatasetConfig().keyframe_switch:
+            raise InputError("keyframe_stream: missing; keyframe_dims and keyframe_switch say what its labels are")
+        return
+    if not algorithm_class.learns_labels:
+        able = [name for name, one in OFFLINE_ALGORITHMS.items() if one.learns_labels]
+        raise InputError(
+            f"keyframe_stream: {config.algorithm.name} does not learn from labels; {', '.join(able)} do; leave it out"
+        )
     if vla is None or "places_key" not in model_keywords(find_vla_class(vla.model_class))[0]:
         raise InputError("keyframe_stream: only vla-tiny learns from labels; give --model vla-tiny, or leave it out")
+    if vla.model_config.get("places_key", KEYFRAMES) != KEYFRAMES:
+        raise InputError(f"keyframe_stream: its labels are {KEYFRAMES}; leave places_key out of the model's config")
+    if vla.model_config.get("bottleneck"):
+        raise InputError(
+            "keyframe_stream: with a bottleneck the actions would be learned from the labels, which are the robot's "
+            "future; use bottleneck=0"
+        )
 
 
 def _with_metadata(

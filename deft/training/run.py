@@ -39,7 +39,7 @@ from deft.runs.policy_spaces import PolicySpaces, check_streams
 from deft.runs.processes import Processes
 from deft.runs.random_state import process_seed, seed_everything
 from deft.runs.sinks import check_extras
-from deft.schema import OBJECT_POSITIONS
+from deft.schema import LABELS
 from deft.training.cluster.building import make_cluster_env
 from deft.training.handover import check_fixed_settings, load_critics, log_changes, use_policy_section
 from deft.training.reward_model import with_reward_model
@@ -115,10 +115,11 @@ class OpenRun:
         Weights may depend on it, and the policy later acts in environments without labels.
         """
         vla = self.config.policy.vla_config
-        if vla is None or not isinstance(observation, spaces.Dict) or OBJECT_POSITIONS not in observation.spaces:
+        if vla is None or not isinstance(observation, spaces.Dict):
             return
-        if "places_dim" in model_keywords(find_vla_class(vla.model_class))[0]:
-            known = {"places_dim": spaces.flatdim(observation[OBJECT_POSITIONS]), **vla.model_config}
+        labels = [space for name, space in observation.items() if name in LABELS]
+        if labels and "places_dim" in model_keywords(find_vla_class(vla.model_class))[0]:
+            known = {"places_dim": spaces.flatdim(labels[0]), **vla.model_config}
             self.config = replace(self.config, **{"policy.vla_config.model_config": known})
 
     def choose_online_device(self, policy: Policy, env: VectorEnv) -> None:

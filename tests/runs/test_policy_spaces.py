@@ -183,6 +183,8 @@ def test_labels_come_and_go():
     recorded = PolicySpaces(labelled, SENSOR)
     assert policy_space(recorded, MADE_FOR, "run", "here") == MADE_FOR
     assert policy_space(PolicySpaces(MADE_FOR, SENSOR), labelled, "run", "here") == labelled
+    with pytest.raises(InputError, match=r"labels: run was trained with places .* here has keyframes"):
+        policy_space(recorded, changed(keyframes=SENSOR), "run", "here")  # as many, and of another kind
 
 
 def test_spaces_survive_writing(tmp_path):

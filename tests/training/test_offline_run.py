@@ -69,7 +69,9 @@ def vla(**model_config: Any) -> dict[str, Any]:
 def make_trainer(folder: Path, algorithm: str, data: Path | Dataset, policy: Any, **changes: Any) -> OfflineTrainer:
     given = {"path": str(data)} if isinstance(data, Path) else {}
     config = {
-        "algorithm": {"name": algorithm, "cfg": {"batch_size": 8, **SETTINGS[algorithm], **changes.pop("cfg", {})}},
+        "algorithm": {
+            "name": algorithm, "cfg": {"batch_size": 8, **SETTINGS.get(algorithm, {}), **changes.pop("cfg", {})},
+        },
         "dataset": {**given, **changes.pop("dataset", {})},
         "policy": policy,
         "trainer": {
@@ -291,10 +293,46 @@ def test_labels_of_key_frames_need_no_environment_that_has_them(tmp_path, reach,
     assert deft("evaluate", "ppo", "--episodes", 2, "--json")["episodes"] == 2
 
 
-@pytest.mark.parametrize("policy", [SMALL, vla()])
-def test_only_a_model_that_learns_labels_gets_them(tmp_path, reach, policy):
-    with pytest.raises(InputError, match="keyframe_stream: only vla-tiny learns from labels"):
-        make_trainer(tmp_path, "sft", reach, policy, dataset={"path": str(reach), "keyframe_stream": "proprio"})
+KEY_FRAMES = {"keyframe_stream": "proprio", "keyframe_dims": [0, 1]}
+
+
+def tiny(**model_config: Any) -> dict[str, Any]:
+    return {"name": "vla", "vla_config": {"model_class": "vla-tiny", "model_config": {"width": 8, **model_config}}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "policy", "given", "message"),
+    [
+        ("sft", SMALL, KEY_FRAMES, "keyframe_stream: only vla-tiny learns from labels"),
+        ("sft", vla(), KEY_FRAMES, "keyframe_stream: only vla-tiny learns from labels"),
+        # V of RECAP would read them, and the losses of CQL leave them out
+        (
+            "recap-offline",
+            tiny(),
+            KEY_FRAMES,
+            "recap-offline does not learn from labels; iql, fql, sft do; leave it out",
+        ),
+        ("cql", tiny(), KEY_FRAMES, "keyframe_stream: cql does not learn from labels"),
+        # With a bottleneck actions are learned from the labels, which are the future
+        ("sft", tiny(bottleneck=12), KEY_FRAMES, "keyframe_stream: with a bottleneck"),
+        ("sft", tiny(places_key=None), KEY_FRAMES, "keyframe_stream: its labels are keyframes; leave places_key out"),
+        ("sft", tiny(), {"keyframe_dims": [0]}, "keyframe_stream: missing; keyframe_dims and keyframe_switch"),
+    ],
+)
+def test_labels_of_key_frames_are_learned_and_no_input(tmp_path, reach, algorithm, policy, given, message):
+    with pytest.raises(InputError, match=message):
+        make_trainer(tmp_path, algorithm, reach, policy, dataset={"path": str(reach), **given})
+
+
+def test_other_labels_than_those_of_the_weights_are_an_error(tmp_path, reach):
+    """Outputs for two numbers at four later steps are not trained on labels of one number."""
+    first = make_trainer(tmp_path / "first", "sft", reach, tiny(), dataset={"path": str(reach), **KEY_FRAMES})
+    first.train()
+    again = {"path": str(reach), **KEY_FRAMES, "keyframe_dims": [0]}
+    with pytest.raises(
+        InputError, match=r"was trained with keyframes .*\(8,\)\), dataset reach-v0 has keyframes .*\(4,"
+    ):
+        make_trainer(tmp_path / "second", "sft", reach, tiny(), dataset=again, model_path=str(tmp_path / "first"))
 
 
 def test_ppo_takes_over_the_whole_policy(tmp_path, reach):

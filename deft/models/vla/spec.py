@@ -17,7 +17,7 @@ from torch import nn
 
 from deft.errors import InputError
 from deft.models.vla.interface import as_vla_class, keywords_of
-from deft.schema import OBJECT_POSITIONS, has_channels_last
+from deft.schema import LABELS, has_channels_last
 
 
 @dataclass(kw_only=True)
@@ -119,7 +119,7 @@ def model_defaults(
 
     `action_dim`, `chunk_length`, `image_keys` (every uint8 image with 3 channels), `image_size`, `proprio_key` and
     `proprio_dim` (a vector of floats), `instruction_key` and `max_instruction_length` (a row of bytes), `places_key`
-    and `places_dim` (the vector of floats named `places`, which has no other use). A key is None where the environment
+    and `places_dim` (the labels `places` or `keyframes`, which have no other use). A key is None where the environment
     has no such stream. Among several streams of one kind the default of the class is chosen; where it is not among
     them, or where images differ in size, the keyword is not set.
     """
@@ -138,7 +138,7 @@ def model_defaults(
         answers["image_size"] = max(multiple, sides.pop() // multiple * multiple)
 
     vectors, texts = _rows(streams, np.floating), _rows(streams, np.uint8)
-    labels = {name: vectors.pop(name) for name in (OBJECT_POSITIONS,) if name in vectors}  # no policy reads them
+    labels = {name: vectors.pop(name) for name in LABELS if name in vectors}  # no policy reads them
     for keyword, size, lengths in (
         ("proprio_key", "proprio_dim", vectors),
         ("instruction_key", "max_instruction_length", texts),

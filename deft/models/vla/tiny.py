@@ -151,7 +151,10 @@ class TinySpec(ProprioSpec):
         super().__post_init__()
         self.check_least(width=1, num_bins=2, flow_steps=1, diffusion_steps=2, ddim_steps=1, places_dim=1)
         if self.places_dim > POSITIONS_DIM:
-            raise InputError(f"places_dim {self.places_dim} must be at most {POSITIONS_DIM}")
+            raise InputError(
+                f"places_dim {self.places_dim}, the number of labels, must be at most {POSITIONS_DIM}; of key frames "
+                "choose fewer with keyframe_dims"
+            )
         if isinstance(self.bottleneck, bool) or not (
             self.bottleneck == 0 or self.places_dim <= self.bottleneck <= POSITIONS_DIM
         ):

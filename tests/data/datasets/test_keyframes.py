@@ -26,25 +26,25 @@ def recorded(tmp_path):
 def test_labels_are_differences_to_later_steps(recorded):
     dataset = KeyframeDataset(recorded, "state", [0, 1])
     episode = dataset.episode(0)
-    labels = episode.observation["places"].reshape(LENGTH + 1, 4, 2)
-    assert dataset.observation_space["places"].shape == (8,)
+    labels = episode.observation["keyframes"].reshape(LENGTH + 1, 4, 2)
+    assert dataset.observation_space["keyframes"].shape == (8,)
     # The gripper changes in steps 5 and 12; after step 12 the last step, 20, takes the place of a change.
     for step, change in ((0, 5), (4, 5), (5, 12), (11, 12), (12, 20), (20, 20)):
         later = np.array([change, 20, min(step + 8, 20), min(step + 16, 20)])
         np.testing.assert_array_equal(labels[step, :, 1], later - step)
         np.testing.assert_array_equal(labels[step, :, 0], later**2 - step**2)
     np.testing.assert_array_equal(episode.observation["state"], recorded.episode(0).observation["state"])
-    assert dataset.fingerprint() == recorded.fingerprint()
+    assert dataset.fingerprint() == f"{recorded.fingerprint()}-state:0,1:-1"  # resume with other labels is refused
     assert dataset.source_files() == recorded.source_files()
     assert dataset.episode_returns().tolist() == [LENGTH]
 
 
 def test_all_numbers_of_the_stream_are_the_default(recorded):
-    assert KeyframeDataset(recorded, "state").observation_space["places"].shape == (12,)
+    assert KeyframeDataset(recorded, "state").observation_space["keyframes"].shape == (12,)
 
 
 def test_a_dim_that_never_changes_has_the_last_step_alone(recorded):
-    labels = KeyframeDataset(recorded, "state", [1], switch=0).episode(0).observation["places"]
+    labels = KeyframeDataset(recorded, "state", [1], switch=0).episode(0).observation["keyframes"]
     np.testing.assert_array_equal(labels[:, 0], labels[:, 1])
 
 
@@ -53,6 +53,7 @@ def test_a_dim_that_never_changes_has_the_last_step_alone(recorded):
     [
         (("hand",), "keyframe_stream: dataset one-v0 has no vectors named 'hand'; it has state$"),
         (("image",), "no vectors named 'image'"),
+        (("state", [0, -3]), "keyframe_dims: 0 -3 names a number twice$"),
         (("state", [3]), "keyframe_dims: state has 3 numbers, and no number 3$"),
         (("state", [0], 2), "keyframe_switch: dataset one-v0 has no action dim 2$"),
     ],
@@ -63,5 +64,5 @@ def test_what_the_dataset_does_not_have_is_an_error(recorded, given, message):
 
 
 def test_labels_are_not_replaced(recorded):
-    with pytest.raises(InputError, match=r"has labels \(places\) already"):
+    with pytest.raises(InputError, match=r"has labels \(keyframes\) already"):
         KeyframeDataset(KeyframeDataset(recorded, "state"), "state")
