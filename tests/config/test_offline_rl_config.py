@@ -78,13 +78,19 @@ OTHER_VALUES: dict[type, Any] = {
     str: lambda value: {"fp32": "bf16", "auto": "off", "INFO": "ERROR", "DEBUG": "ERROR"}.get(value, "elsewhere"),
     tuple: lambda value: ("goal",),
 }
-OPTIONAL_VALUES = {"model_path": "a.pt", "resume": "a", "suite_path": "files"}
+OWN_VALUES: dict[str, Any] = {
+    "model_path": "a.pt",
+    "resume": "a",
+    "suite_path": "files",
+    "keyframe_stream": "state",
+    "keyframe_dims": (1,),
+}
 
 
 @pytest.mark.parametrize("name", setting_names(OfflineRLConfig))
 def test_every_field_changes_one_setting_of_the_run(name: str) -> None:
     default = getattr(OfflineRLConfig(), name)
-    value = OPTIONAL_VALUES.get(name, 2) if default is None else OTHER_VALUES[type(default)](default)
+    value = OWN_VALUES.get(name) or (2 if default is None else OTHER_VALUES[type(default)](default))
     before = to_dict(OfflineRLConfig().to_run_config("iql"))
     after = to_dict(OfflineRLConfig(**{name: value}).to_run_config("iql"))
     paths = [path for path in setting_paths(IQLSettings) if value_at(before, path) != value_at(after, path)]

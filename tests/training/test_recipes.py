@@ -31,6 +31,7 @@ SMALL = {
     "sft": DATASET,
     "iql": [*DATASET, "--hidden-dim", "8"],
 }
+BEGINS_NEAR_SUCCESS = ("tabletop-ppo-sparse",)  # episodes may end within a chunk, which then has fewer env steps
 LENGTH = {
     **dict.fromkeys(("ppo", "grpo", "dagger"), "--iterations"),
     **dict.fromkeys(("sft", "iql"), "--num-epochs"),
@@ -92,7 +93,9 @@ def test_a_recipe_trains_and_resumes(name, outputs, capsys):
     assert succeed(capsys, "train", "--recipe", name, LENGTH[kind], 2, "--output-dir", run, *small)["run_dir"] == run
     first = checkpoint.find_checkpoint(run)
     succeed(capsys, "train", "--resume", run, LENGTH[kind], 3, *small)
-    assert checkpoint.step_of(checkpoint.find_checkpoint(run)) * 2 == checkpoint.step_of(first) * 3
+    two, three = checkpoint.step_of(first), checkpoint.step_of(checkpoint.find_checkpoint(run))
+    assert two < three <= two * 3 / 2
+    assert three == two * 3 / 2 or name in BEGINS_NEAR_SUCCESS
 
 
 @pytest.mark.parametrize("name", PHASES)
