@@ -218,13 +218,20 @@ class MetaWorldEnv(gymnasium.Env):
         simulator.model.opt.gravity[2] = GRAVITY * self._gravity
         simulator.seed(seed)
         self._raw, _ = simulator.reset()
-        self._show_goal(simulator)
+        self._place_all(simulator)
         self._seed, self._actions, self._succeeded = seed, [], False
 
     @staticmethod
-    def _show_goal(simulator: Any) -> None:
-        """Draw the goal where it is from the first image on; MetaWorld moves its marker in the first step."""
+    def _place_all(simulator: Any) -> None:
+        """Draw objects and goals where they are from the first image on.
+
+        MetaWorld places some objects after it has computed positions, and moves the marker of the goal in the first
+        step: its first image shows them where the last episode had them.
+        """
+        import mujoco
+
         model, data = simulator.model, simulator.data
+        mujoco.mj_kinematics(model, data)
         fixed = model.site_bodyid == 0
         data.site_xpos[fixed] = model.site_pos[fixed]
         for name, position in simulator._target_site_config:
