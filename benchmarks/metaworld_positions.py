@@ -1,11 +1,13 @@
 """How accurately a MetaWorld policy sees, and how accurately its tasks must be seen.
 
     python benchmarks/metaworld_positions.py RUN --tasks reach-v3 push-v3    errors of the positions that it predicts
+    python benchmarks/metaworld_positions.py RUN --scenes 200                in the first image of 200 new scenes
     python benchmarks/metaworld_positions.py --expert                        success of experts with wrong positions
 
 RUN is a run or checkpoint of vla-tiny that was trained with position labels. It acts in four environments of each task,
-and its predictions are compared with the labels at every decision. The experts read the positions of the objects and of
-the goal with an error that is drawn per episode (standard deviation σ) and per four steps (σ / 2).
+and its predictions are compared with the labels at every decision, or in the first images of `--scenes`. The experts
+read the positions of the objects and of the goal with an error that is drawn per episode (standard deviation σ) and per
+four steps (σ / 2).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from common import REPOSITORY, print_machine, print_table, worker_environment
 
 ERRORS = (0.0, 0.005, 0.01, 0.02)  # σ in metres
 EPISODES, STEPS, ENVS, CHUNK = 10, 300, 4, 4
+NEW_SEED = 10_000_000  # of scenes that no training uses
 NAMES = ("object x, y, z", "second object x, y, z", "goal x, y, z")
 EXPERT = """
 import sys, warnings
@@ -62,7 +65,7 @@ def expert_successes(task: str) -> list[str]:
     return done.stdout.split()
 
 
-def position_errors(run: Path, task: str, num_steps: int) -> list[str]:
+def position_errors(run: Path, task: str, num_steps: int, num_scenes: int) -> list[str]:
     """Mean absolute errors in centimetres of the predicted positions of one task."""
     import numpy as np
     import torch
@@ -81,19 +84,26 @@ def position_errors(run: Path, task: str, num_steps: int) -> list[str]:
     policy: Any = load_policy(folder, config, built_for, "cpu").eval()
     built_for.close()
     env = make_vector_env(env_config, num_envs=ENVS)
-    actor, model = PolicyActor(policy, ENVS, env.action_mask, deterministic=True), policy.model
-    observation, found = env.reset(10_000_000), []
+    model = policy.model
+
+    def error(observation: Any) -> Any:
+        streams = policy_inputs(observation, torch.device("cpu"), None, None, None)[schema.OBSERVATION]
+        predicted = model.places_scale.inverse(model.found(model.encode_observations(streams)))
+        labels = np.asarray(observation["places"])
+        return predicted[:, : labels.shape[1]].numpy() - labels
+
     with torch.inference_mode():
-        for _ in range(num_steps):
-            due = np.flatnonzero(actor.is_due)
-            if len(due):
-                streams = policy_inputs(observation, torch.device("cpu"), None, None, None)[schema.OBSERVATION]
-                predicted = model.places_scale.inverse(model.found(model.encode_observations(streams)))
-                labels = np.asarray(observation["places"])
-                found.append((predicted[:, : labels.shape[1]].numpy() - labels)[due])
-            step = env.step(actor.act(observation))
-            actor.ended(step.done_index)
-            observation = step.observation
+        found = [error(env.reset(NEW_SEED + first)) for first in range(0, num_scenes, ENVS)]
+        if not num_scenes:
+            actor = PolicyActor(policy, ENVS, env.action_mask, deterministic=True)
+            observation = env.reset(NEW_SEED)
+            for _ in range(num_steps):
+                due = np.flatnonzero(actor.is_due)
+                if len(due):
+                    found.append(error(observation)[due])
+                step = env.step(actor.act(observation))
+                actor.ended(step.done_index)
+                observation = step.observation
     env.close()
     means = 100 * np.abs(np.concatenate(found)).mean(0)
     return [" ".join(f"{value:.1f}" for value in part) for part in np.split(means, len(NAMES))]
@@ -108,6 +118,7 @@ def main() -> int:
     parser.add_argument("--expert", action="store_true")
     parser.add_argument("--tasks", nargs="+", help="by default those of MT10")
     parser.add_argument("--steps", type=int, default=100, help="of each environment")
+    parser.add_argument("--scenes", type=int, default=0, help="compare in first images of this many scenes instead")
     given = parser.parse_args()
     if (given.run is None) != given.expert:
         parser.error("give a run, or --expert")
@@ -121,7 +132,7 @@ def main() -> int:
             [[task, *expert_successes(task)] for task in tasks],
         )
     else:
-        rows = [[task, *position_errors(given.run, task, given.steps)] for task in tasks]
+        rows = [[task, *position_errors(given.run, task, given.steps, given.scenes)] for task in tasks]
         print_table(["mean absolute error, cm", *NAMES], rows)
     return 0
 
