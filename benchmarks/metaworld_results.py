@@ -1,16 +1,17 @@
 """MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, DAgger or PPO, a table.
 
-    python benchmarks/metaworld_results.py --seeds 0 1 2 --cores 5 --device cuda    MT10, three seeds at once, 16 cores
+    python benchmarks/metaworld_results.py --cores 1 --device cpu --minutes 120     MT10, one core for each of 3 seeds
     python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO, with a reward for success
     python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --steps 600000 --minutes 240    the 50 tasks
-    python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --epochs 1 --steps 400 \\
-        --num-envs 2 --episodes 1                                                   a first look
+    python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --scenes 10 --epochs 1 \\
+        --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20                a first look
 
 For each seed: demonstrations, SFT on them, and DAgger or PPO from there, by the recipes of METHODS and the `deft`
-command; `deft suite install metaworld` comes first. Then both policies play the same held-out episodes, `--episodes`
-of each task, by the suite's protocol: from images, text and proprioception alone. What the training used beyond them
-is in the table's title. Each run has `--cores` cores of its own, and as many seeds run side by side as there are cores
-for; a run is stopped after `--minutes`.
+command; `deft suite install metaworld` comes first. DAgger also learns from the beginnings of `--scenes` further
+episodes of each task, in which the expert acts: a policy learns to see from many scenes. Then both policies play the
+same held-out episodes, `--episodes` of each task, by the suite's protocol: from images, text and proprioception alone.
+What the training used beyond them is in the table's title. Each run has `--cores` cores of its own, and as many seeds
+run side by side as there are cores for; a run is stopped after `--minutes`.
 
 The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
 RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to
@@ -34,6 +35,7 @@ from headline import Bench, curve, read_arguments
 
 from deft.envs.suites import find_suite
 
+SCENE_STEPS, SCENE_NOISE = 8, 0.3  # of episodes that show many scenes
 GAIN, WANTED = 15, 85  # points over SFT, and per cent of success, that MT10 is to reach
 
 
@@ -61,10 +63,9 @@ METHODS = {
         "metaworld-mt10-dagger-labels",
         "labelled",
         "labelled",
-        "the scripted expert labels every state that DAgger visits; positions of objects and goals are labels of SFT "
-        "and DAgger",
+        "DAgger learns what the scripted expert does; positions of objects and goals are labels of SFT and DAgger",
         1,  # a checkpoint has all labels
-        100_000,
+        16_000,
         True,
     ),
     "ppo": Method(
@@ -98,8 +99,14 @@ class MetaWorldBench(Bench):
         # Episodes of different seeds are different ones: a seed decides the task, so that its multiple keeps the order.
         expert += ["--num_envs", recording_envs(self.width, len(tasks)), "--seed", 1_000_000 * seed, "--out", demos]
         taken["demos"] = self.step(seed, "demos", "collect", *expert)
-        sft = ["--recipe", method.sft, "--dataset", demos, "--num_epochs", given.epochs, "--eval_freq", 0]
-        taken["sft"] = self.train(seed, "sft", *sft, "--save_freq", 2, *shlex.split(given.sft))
+        learned = demos
+        if method.uses_demonstrations and given.scenes:
+            learned = folder / "scenes-v0"
+            taken["scenes"] = self.scenes(seed, len(tasks), demos, learned, env_id, images, method.observation)
+        sft = ["--recipe", method.sft, "--dataset", demos, "--eval_freq", 0, "--save_freq", 2]
+        if given.epochs is not None:
+            sft += ["--num_epochs", given.epochs]
+        taken["sft"] = self.train(seed, "sft", *sft, *shlex.split(given.sft))
         steps = given.steps or method.steps
         online = ["--recipe", method.recipe, "--env", env_id, "--model_path", folder / "sft"]
         online += ["--env-kwargs", *images, f"observation={method.observation}"]
@@ -107,7 +114,7 @@ class MetaWorldBench(Bench):
         online += ["--total_timesteps", steps, "--num_envs", given.num_envs, "--num_workers", self.width]
         online += ["--eval_freq", 0, "--save_freq", max(1, steps // method.num_saves), "--keep_checkpoints", 1]
         if method.uses_demonstrations:
-            online += ["--prior_data", demos]
+            online += ["--prior_data", learned]
         runs = {"sft": None, given.method: [*online, *given.flags]}
         for name, words in runs.items():
             if words is not None:
@@ -118,6 +125,19 @@ class MetaWorldBench(Bench):
                 seed, f"{name}-evaluation", "evaluate", *shown, "--device", given.device
             )
         return {"method": given.method, "taken": taken, "curve": curve(folder / given.method)}
+
+    def scenes(
+        self, seed: int, num_tasks: int, demos: Path, scenes: Path, env_id: str, images: list[str], observation: str
+    ) -> dict[str, Any]:
+        """A dataset of the demonstrations and the first steps of further episodes of the expert."""
+        if not (self.root / f"seed-{seed}" / "scenes.json").is_file():
+            shutil.rmtree(scenes, ignore_errors=True)  # an interrupted recording
+            shutil.copytree(demos, scenes)
+        words = ["--env", env_id, "--env-kwargs", *images, f"observation={observation}", "--policy", "expert"]
+        words += ["--noise", SCENE_NOISE, "--max_episode_steps", SCENE_STEPS]
+        words += ["--episodes", self.arguments.scenes * num_tasks, "--append", "--out", scenes]
+        words += ["--num_envs", recording_envs(self.width, num_tasks), "--seed", 1_000_000 * seed + 500_000]
+        return self.step(seed, "scenes", "collect", *words)
 
 
 def recording_envs(cores: int, tasks: int) -> int:
@@ -163,15 +183,16 @@ def main() -> int:
     parser.add_argument("--method", choices=list(METHODS), default="dagger")
     parser.add_argument("--demonstrations", type=int, default=25, help="episodes of the expert per task")
     parser.add_argument("--noise", type=float, default=0.1, help="on the expert's actions")
-    parser.add_argument("--epochs", type=int, default=30, help="of SFT")
+    parser.add_argument("--scenes", type=int, default=300, help="further beginnings of episodes per task, for DAgger")
+    parser.add_argument("--epochs", type=int, help="of SFT; by default those of the recipe")
     parser.add_argument("--sft", default="", help="further flags of SFT, in one word")
     parser.add_argument("--steps", type=int, help="env steps after SFT; by default those of the method")
     parser.add_argument("--num-envs", type=int, default=20, help="of training, a multiple of the tasks")
     parser.add_argument("--episodes", type=int, default=20, help="of each task, for the table")
     parser.add_argument("--horizon", type=int, default=400, help="time limit of the episodes of the table")
-    parser.add_argument("--training-horizon", type=int, default=200, help="time limit of the episodes of training")
+    parser.add_argument("--training-horizon", type=int, default=150, help="time limit of the episodes of training")
     parser.add_argument("--image-size", type=int, default=128, help="a multiple of 16")
-    parser.add_argument("--rendering", default="light", help="suite, light or fast")
+    parser.add_argument("--rendering", default="fast", help="suite, light or fast")
     arguments = read_arguments(parser, Path("outputs/metaworld-results"))
     find_suite("metaworld").check_installed("benchmarks/metaworld_results.py")
     print_machine()

@@ -79,7 +79,7 @@ def check_machine(name: str, recipe: Recipe, config: Any, extras: Extras) -> Non
 
 def reads_data(recipe: Recipe, config: Any) -> bool:
     """Whether a dataset is read or recorded; not by RL from a policy that is there."""
-    if not isinstance(config, RunConfig) or getattr(config.algorithm.cfg, "prior_data", None) is not None:
+    if not isinstance(config, RunConfig) or _prior_data(config) is not None:
         return True
     return next(unfinished(recipe, config), None) is not None
 
@@ -105,13 +105,18 @@ def needed(recipe: Recipe, config: Any) -> list[Step]:
     """Return the commands that make what these settings read: flags may name another dataset or policy."""
     paths = {config.dataset.path} if isinstance(config, OfflineRunConfig) else set()
     if isinstance(config, OfflineRunConfig | RunConfig) and config.resume is None:
-        paths.add(config.model_path)
+        paths |= {config.model_path, _prior_data(config)}
     steps = []
     for step in reversed([make_step(command) for command in recipe.prepare]):
         if step.path in paths:
             steps.append(step)
             paths |= step.uses
     return steps[::-1]
+
+
+def _prior_data(config: Any) -> str | None:
+    """The dataset that an online algorithm reads beside its own episodes."""
+    return getattr(config.algorithm.cfg, "prior_data", None)
 
 
 def make_step(command: str) -> Step:

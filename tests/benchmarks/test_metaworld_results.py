@@ -17,7 +17,7 @@ def script(load_benchmark):
 def settings(folder, **changes):
     given = {"group": "MT10", "method": "dagger", "demonstrations": 5, "noise": 0.1}
     given |= {"epochs": 3, "sft": "--batch_size 64", "steps": 4000, "num_envs": 20, "episodes": 20, "horizon": 400}
-    given |= {"training_horizon": 200, "image_size": 96, "rendering": "fast"}
+    given |= {"scenes": 30, "training_horizon": 200, "image_size": 96, "rendering": "fast"}
     given |= {"minutes": 1.0, "cores": 1, "device": "cpu", "results": folder, "flags": []}
     return argparse.Namespace(**given | changes)
 
@@ -33,6 +33,8 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
 
     def deft(self, *words, minutes=None):
         asked.append([str(word) for word in words])
+        if "--out" in words:
+            words[words.index("--out") + 1].mkdir(parents=True, exist_ok=True)
         for name in ("sft", method):
             (tmp_path / "seed-3" / name / "checkpoint-8").mkdir(parents=True, exist_ok=True)
         (tmp_path / "seed-3" / method / "episode_metrics.jsonl").touch()
@@ -41,10 +43,11 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     monkeypatch.setattr(script.MetaWorldBench, "deft", deft)
     bench = script.MetaWorldBench(settings(tmp_path, method=method, flags=[flag, "2"]))
     demos = tmp_path / "seed-3" / "demos-v0"
-    demos.mkdir(parents=True)  # of an interrupted recording
+    (demos / "old").mkdir(parents=True)  # of an interrupted recording
     with ThreadPoolExecutor(1) as pool:
         found = bench.seed(3, pool)
-    assert not demos.exists()
+    assert not (demos / "old").exists()
+    scenes = asked.pop(1) if method == "dagger" else None
     collect, sft, first_evaluation, online, second_evaluation = asked
     assert collect[:3] == ["collect", "--env", "metaworld/MT10"]
     assert f"observation={recorded}" in collect
@@ -62,7 +65,11 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     assert (run.trainer.total_timesteps, run.env.num_envs) == (4000, 20)
     assert run.model_path == str(tmp_path / "seed-3" / "sft")
     if method == "dagger":
-        assert run.algorithm.cfg.prior_data == str(demos)
+        both = str(tmp_path / "seed-3" / "scenes-v0")  # a copy of the demonstrations, and further episodes
+        assert run.algorithm.cfg.prior_data == scenes[scenes.index("--out") + 1] == both
+        assert "--append" in scenes
+        assert scenes[scenes.index("--episodes") + 1] == "300"  # 30 of each of 10 tasks
+        assert scenes[scenes.index("--seed") + 1] == "3500000"
     evaluations = (first_evaluation, second_evaluation)
     assert [words[1] for words in evaluations] == [
         str(tmp_path / "seed-3" / name / "checkpoint-8") for name in ("sft", method)

@@ -76,7 +76,7 @@ def test_paths_of_recipes_are_below_output_base(monkeypatch):
     assert config.model_path == "/scratch/tabletop-sft-labels"
     assert config.dataset.path == "/scratch/tabletop/labelled-mixed-v0"
     config = parse_training(["--recipe", "metaworld-mt10-dagger-labels"]).config
-    assert config.algorithm.cfg.prior_data == "/scratch/metaworld/mt10-labelled-v0"
+    assert config.algorithm.cfg.prior_data == "/scratch/metaworld/mt10-scenes-v0"
 
 
 @pytest.mark.parametrize("algorithm", ["sft", "ppo", "grpo", "iql"])

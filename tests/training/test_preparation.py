@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +136,16 @@ def test_rl_from_a_policy_that_is_there_needs_no_datasets():
     assert commands(*online, "--model-path", "mine", data=["minari"]) == []
     with pytest.raises(InputError, match="needs minari"):
         commands("metaworld-mt10-dagger-labels", "--model-path", "mine", "--prior_data", "demos", data=["minari"])
+
+
+def test_data_that_is_learned_from_beside_own_episodes_is_recorded_too(monkeypatch):
+    monkeypatch.setattr(preparation, "find_suite", lambda name: SimpleNamespace(check_installed=lambda where: None))
+    policy, demos, scenes = commands("metaworld-mt10-dagger-labels")
+    assert policy == ["train", "--recipe", "metaworld-mt10-sft-labels"]
+    recorded = [words[words.index("--episodes") + 1] for words in (demos, scenes)]
+    assert recorded == ["250", "3250"]  # in one dataset: 250 and 3000, of which none are there
+    assert demos[demos.index("--out") + 1] == scenes[scenes.index("--out") + 1] == "outputs/metaworld/mt10-scenes-v0"
+    assert commands("metaworld-mt10-dagger-labels", "--prior_data", "mine") == [policy]
 
 
 def test_a_suite_that_is_missing_is_an_error_before_anything_runs(tmp_path, monkeypatch):
