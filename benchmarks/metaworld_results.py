@@ -95,14 +95,15 @@ class MetaWorldBench(Bench):
             shutil.rmtree(demos, ignore_errors=True)  # an interrupted recording
         images = [f"rendering={given.rendering}", f"image_size={given.image_size}"]
         expert = ["--env", env_id, "--env-kwargs", *images, f"observation={method.recorded}", "--policy", "expert"]
-        expert += ["--noise", given.noise, "--only-success", "--episodes", given.demonstrations * len(tasks)]
+        expert += ["--num_envs", recording_envs(self.width, len(tasks))]
         # Episodes of different seeds are different ones: a seed decides the task, so that its multiple keeps the order.
-        expert += ["--num_envs", recording_envs(self.width, len(tasks)), "--seed", 1_000_000 * seed, "--out", demos]
-        taken["demos"] = self.step(seed, "demos", "collect", *expert)
+        shown = ["--noise", given.noise, "--only-success", "--episodes", given.demonstrations * len(tasks)]
+        shown += ["--seed", 1_000_000 * seed, "--out", demos]
+        taken["demos"] = self.step(seed, "demos", "collect", *expert, *shown)
         learned = demos
         if method.uses_demonstrations and given.scenes:
             learned = folder / "scenes-v0"
-            taken["scenes"] = self.scenes(seed, len(tasks), demos, learned, env_id, images, method.observation)
+            taken["scenes"] = self.scenes(seed, expert, given.scenes * len(tasks), demos, learned)
         sft = ["--recipe", method.sft, "--dataset", demos, "--eval_freq", 0, "--save_freq", 2]
         if given.epochs is not None:
             sft += ["--num_epochs", given.epochs]
@@ -126,18 +127,14 @@ class MetaWorldBench(Bench):
             )
         return {"method": given.method, "taken": taken, "curve": curve(folder / given.method)}
 
-    def scenes(
-        self, seed: int, num_tasks: int, demos: Path, scenes: Path, env_id: str, images: list[str], observation: str
-    ) -> dict[str, Any]:
+    def scenes(self, seed: int, expert: list[Any], episodes: int, demos: Path, scenes: Path) -> dict[str, Any]:
         """A dataset of the demonstrations and the first steps of further episodes of the expert."""
         if not (self.root / f"seed-{seed}" / "scenes.json").is_file():
             shutil.rmtree(scenes, ignore_errors=True)  # an interrupted recording
             shutil.copytree(demos, scenes)
-        words = ["--env", env_id, "--env-kwargs", *images, f"observation={observation}", "--policy", "expert"]
-        words += ["--noise", SCENE_NOISE, "--max_episode_steps", SCENE_STEPS]
-        words += ["--episodes", self.arguments.scenes * num_tasks, "--append", "--out", scenes]
-        words += ["--num_envs", recording_envs(self.width, num_tasks), "--seed", 1_000_000 * seed + 500_000]
-        return self.step(seed, "scenes", "collect", *words)
+        words = ["--noise", SCENE_NOISE, "--max_episode_steps", SCENE_STEPS, "--episodes", episodes]
+        words += ["--seed", 1_000_000 * seed + 500_000, "--append", "--out", scenes]
+        return self.step(seed, "scenes", "collect", *expert, *words)
 
 
 def recording_envs(cores: int, tasks: int) -> int:

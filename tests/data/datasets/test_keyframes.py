@@ -34,7 +34,7 @@ def test_labels_are_differences_to_later_steps(recorded):
         np.testing.assert_array_equal(labels[step, :, 1], later - step)
         np.testing.assert_array_equal(labels[step, :, 0], later**2 - step**2)
     np.testing.assert_array_equal(episode.observation["state"], recorded.episode(0).observation["state"])
-    assert dataset.fingerprint() == f"{recorded.fingerprint()}-state:0,1:-1"  # resume with other labels is refused
+    assert dataset.fingerprint() == f"{recorded.fingerprint()}-state:0,1:-1"  # with other labels a resume is an error
     assert dataset.source_files() == recorded.source_files()
     assert dataset.episode_returns().tolist() == [LENGTH]
 
