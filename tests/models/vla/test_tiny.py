@@ -205,7 +205,8 @@ def test_the_values_loss_trains_the_trunk_where_it_is_asked_to(value_gradient):
 def test_a_frozen_eye_learns_nothing_and_sees_the_same():
     plain, frozen = tiny(), tiny(freeze_vision=True)
     frozen.load_state_dict(plain.state_dict())
-    assert torch.equal(plain.features(scenes()), frozen.features(scenes()))
+    # Where the weights lie in memory decides the last bit of a matrix product on some processors.
+    torch.testing.assert_close(plain.features(scenes()), frozen.features(scenes()), rtol=0, atol=1e-5)
     frozen.imitation_loss(scenes(), torch.rand(5, 3, 2)).sum().backward()
     assert frozen.trunk[0].weight.grad is not None
     assert all(parameter.grad is None for parameter in frozen.cameras.parameters())
