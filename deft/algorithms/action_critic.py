@@ -27,7 +27,6 @@ HIDDEN_SIZES = (256, 256, 256)
 LEARNING_RATE = 5e-4
 NUM_ROLLOUTS = 16  # the last ones, on which it is trained
 NUM_UPDATES = 32  # gradient steps for each rollout
-BATCH_SIZE = 4096
 COLUMNS = "features", "unit", "advantage"  # of a transition: of the critic [n, S], unit actions [n, A], [n]
 LARGEST_ADVANTAGE = 5.0  # in standard deviations; larger ones are clipped
 
@@ -38,7 +37,7 @@ class ActionCritic(PrivilegedTraining):
     Â = (advantage − mean) / deviation, of the rollout, or the iteration of groups, that a transition belongs to.
     """
 
-    def __init__(self, policy: Policy, seed: int, captures: bool = False) -> None:
+    def __init__(self, policy: Policy, batch_size: int, seed: int, captures: bool = False) -> None:
         if policy.critic is None:
             raise InputError(
                 "action_critic_coef: a critic of actions reads streams that the policy does not; name them with "
@@ -54,6 +53,7 @@ class ActionCritic(PrivilegedTraining):
                 "(vla-tiny: head=gaussian), or action_critic_coef 0"
             )
         self.policy: Any = policy
+        self.batch_size = batch_size
         self.encoder = policy.critic.encoder
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -101,7 +101,7 @@ class ActionCritic(PrivilegedTraining):
         self.rollouts = [*self.rollouts, (features, unit, advantage)][-NUM_ROLLOUTS:]
         columns = [torch.cat(parts) for parts in zip(*self.rollouts, strict=True)]
         transitions = TensorDict(dict(zip(COLUMNS, columns, strict=True)), batch_size=[len(columns[0])])
-        loss = self._train(transitions, NUM_UPDATES if num_updates is None else num_updates, BATCH_SIZE)
+        loss = self._train(transitions, NUM_UPDATES if num_updates is None else num_updates, self.batch_size)
         return {"action_critic_loss": loss, "action_critic_correlation": correlation}
 
     def _outputs(self, features: Tensor, unit: Tensor, frozen: bool) -> Tensor:

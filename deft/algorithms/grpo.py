@@ -212,7 +212,7 @@ class GRPO(PolicyGradient):
             return torch.zeros(())
         if fewest > 0:  # processes take as many gradient steps as each other, and each needs data of its own
             self.observe_critic([steps[schema.OBSERVATION].to(self.device)])  # before its first features
-            batches = -(-most // action_critic.BATCH_SIZE)  # an iteration is as much as many short rollouts
+            batches = -(-most // critic.batch_size)  # an iteration is as much as many short rollouts
             kept |= critic.learn(steps, batches * action_critic.NUM_UPDATES, self.processes)
         return self._std_mean(steps[schema.ADVANTAGE])[0]
 

@@ -136,9 +136,10 @@ class PolicyGradient(Algorithm):
         self._captured = CapturedStep(self._step) if can_capture(policy, settings, self._compiles) else None
         self.optimizer = self._make_optimizer()
         self.learning_rate = settings.learning_rate
-        self.action_critic = (
-            ActionCritic(policy, seed, self._captured is not None) if settings.action_critic_coef else None
-        )
+        self.action_critic = None
+        if settings.action_critic_coef:
+            captures = self._captured is not None
+            self.action_critic = ActionCritic(policy, settings.action_critic_batch_size, seed, captures)
         policy.reparameterizes = self.action_critic is not None
         self.generator = torch.Generator().manual_seed(seed)
 

@@ -59,6 +59,8 @@ class RolloutSettings(AlgorithmSettings, groups.PolicyGradientSettings, groups.M
     """Initial epochs of the auxiliary loss per rollout; they decrease to 1 over the training."""
     action_critic_coef: NonNegative = 0.0
     """Weight of the gradient of a critic of actions that reads the streams of `critic_observation`; 0: none."""
+    action_critic_batch_size: Count = 4096
+    """Transitions per gradient step of the critic of actions; fewer for a CPU and small rollouts."""
     precision: groups.Precision = "fp32"
     """Number format of products; `bf16`: the image layers of `vla-tiny` alone; `tf32` is for GPUs."""
     capture: Literal["auto", "on", "off"] = "auto"

@@ -25,12 +25,12 @@ from deft.models.vla.tiny import TinyVLAModel
 
 SPACE = spaces.Dict({"sensor": spaces.Box(-9, 9, (2,)), "number": spaces.Box(-1, 1, (2,))})
 BOX = spaces.Box(-1, 1, (2,))
+BATCH_SIZE = 256
 
 
 @pytest.fixture(autouse=True)
 def small_critic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(action_critic, "HIDDEN_SIZES", (32, 32))
-    monkeypatch.setattr(action_critic, "BATCH_SIZE", 256)
     monkeypatch.setattr(action_critic, "LEARNING_RATE", 3e-3)
 
 
@@ -61,7 +61,7 @@ def make_rollout(policy: Any, count: int = 512, seed: int = 0, noise: float = 0.
 
 def test_it_learns_which_actions_are_better_in_a_scene() -> None:
     policy = make_policy()
-    critic = ActionCritic(policy, seed=0)
+    critic = ActionCritic(policy, BATCH_SIZE, seed=0)
     first = critic.learn(make_rollout(policy, seed=0))
     for seed in range(1, 12):
         found = critic.learn(make_rollout(policy, seed=seed))
@@ -78,7 +78,7 @@ def test_it_learns_which_actions_are_better_in_a_scene() -> None:
 def test_it_remembers_the_last_rollouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(action_critic, "NUM_ROLLOUTS", 2)
     policy = make_policy()
-    critic = ActionCritic(policy, seed=0)
+    critic = ActionCritic(policy, BATCH_SIZE, seed=0)
     rollouts = [make_rollout(policy, 8, seed) for seed in range(3)]
     for rollout in rollouts:
         critic.learn(rollout)
@@ -112,7 +112,7 @@ def test_alternatives_of_a_switch_by_hand() -> None:
 
 
 def test_the_value_of_alternatives_is_weighed_by_their_probabilities() -> None:
-    critic = ActionCritic(make_policy(), seed=0)
+    critic = ActionCritic(make_policy(), BATCH_SIZE, seed=0)
     # A(s, a) = a_0: the sum over two alternatives with a_0 = 1 and −1 is p − (1 − p), beside a_0 of the action itself.
     critic._outputs = lambda features, unit, frozen: unit[:, 0].expand(4, -1)  # type: ignore[method-assign]
     logit = torch.tensor(0.0, requires_grad=True)
@@ -132,7 +132,7 @@ def test_the_value_of_alternatives_is_weighed_by_their_probabilities() -> None:
 
 def test_its_gradient_is_nearer_to_the_true_one_than_that_of_ppo() -> None:
     policy = make_policy()
-    algorithm = PPO(policy, PPOSettings(action_critic_coef=10.0, value_warmup=0), seed=0)
+    algorithm = PPO(policy, PPOSettings(action_critic_coef=10.0, action_critic_batch_size=BATCH_SIZE), seed=0)
     for seed in range(8):
         algorithm.action_critic.learn(make_rollout(policy, 512, seed, noise=2.0))
     rows = make_rollout(policy, 64, seed=99, noise=2.0)[0]
@@ -186,7 +186,14 @@ def look(policy: VLAPolicy, count: int, version: int = 0, noise: float = 0.0) ->
 def learned(coef: float) -> float:
     """The mean reward, −1 to 1, after 20 rollouts of 128 rewards that are mostly noise."""
     policy = make_vla()
-    settings = PPOSettings(action_critic_coef=coef, batch_size=64, n_epochs=2, learning_rate=5e-3, value_warmup=4)
+    settings = PPOSettings(
+        action_critic_coef=coef,
+        action_critic_batch_size=BATCH_SIZE,
+        batch_size=64,
+        n_epochs=2,
+        learning_rate=5e-3,
+        value_warmup=4,
+    )
     algorithm = PPO(policy, settings, seed=0)
     for _ in range(20):
         algorithm.update(iter([look(policy, 128, algorithm.version, noise=2.0)]))
@@ -260,7 +267,8 @@ def make_groups(policy: Any, count: int = 64, size: int = 4, seed: int = 0, nois
 
 
 def make_grpo(policy: Any = None, **settings: Any) -> GRPO:
-    given = {"action_critic_coef": 10.0, "group_size": 4, "kl_coef": 0.0, "normalize_std": False, **settings}
+    given = {"action_critic_coef": 10.0, "group_size": 4, "kl_coef": 0.0, "normalize_std": False}
+    given |= {"action_critic_batch_size": BATCH_SIZE, **settings}
     return GRPO(policy or make_policy(), GRPOSettings(**given), seed=0)
 
 
@@ -326,8 +334,7 @@ def test_the_unit_of_the_reward_does_not_matter() -> None:
 
 
 def test_steps_after_an_episode_and_of_lost_groups_are_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(action_critic, "BATCH_SIZE", 8)
-    algorithm = make_grpo()
+    algorithm = make_grpo(action_critic_batch_size=8)
     rollout = torch.cat([make_groups(algorithm.policy, 3, 4, seed) for seed in range(2)])  # two steps of 12 episodes
     rollout[schema.STEP_MASK][1, :3] = False  # three episodes of one step
     rollout[schema.STEP_MASK][:, 8:] = False  # the third group was lost
