@@ -8,6 +8,7 @@ that papers report.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import gymnasium
@@ -103,6 +104,8 @@ GROUPS = {
     "very-hard": _names(VERY_HARD),
 }
 HORIZON = 400
+REWARDS = ("success", "progress", "dense")
+LARGEST_REWARD = 10.0  # of MetaWorld, per step: at success
 SUITE = Suite(
     name="metaworld",
     entry_point="deft.envs.suites.metaworld:MetaWorldEnv",
@@ -132,7 +135,8 @@ class MetaWorldEnv(gymnasium.Env):
     """One task of MetaWorld, or several in turn.
 
     `task`: a task or a group. An episode that is reset with a seed plays task `seed % len(group)`; the next episode
-    plays the task `stride` further on.
+    plays the task `stride` further on. `task_weights` of a group: how many times in a row of turns a task is played; 1
+    for tasks that it does not name, and 0 leaves a task out.
 
     `observation`: `"images"` has the streams `head_rgb` (camera corner2), `state` [4] (position of the hand in metres,
     opening of the gripper) and `instruction`. `"privileged"` adds `scene_state` for critics: MetaWorld's own
@@ -140,8 +144,9 @@ class MetaWorldEnv(gymnasium.Env):
     `"labelled"` adds `places` [9] instead, the positions of two objects and of the goal (0: there is none), as labels.
     `"state"` has only `state`, which is then that of the scene, and the instruction, without cameras.
 
-    `reward`: `"success"` is 1 at the first step that succeeds, which ends the episode, and otherwise 0. `"dense"` is
-    MetaWorld's own reward, from 0 to 10 per step; the episode continues to its time limit.
+    `reward`: `"success"` is 1 at the first step that succeeds, which ends the episode, and otherwise 0. `"progress"`
+    adds the change of MetaWorld's own reward / 10 from the second step on. `"dense"` is MetaWorld's own reward, from 0
+    to 10 per step; the episode continues to its time limit.
 
     `rendering`: `"suite"`; `"light"`, without shadows; or `"fast"`, which also has no antialiasing and coarser meshes
     (faster, other images).
@@ -154,17 +159,19 @@ class MetaWorldEnv(gymnasium.Env):
         task: str = "MT10",
         observation: Literal["images", "privileged", "labelled", "state"] = "images",
         image_size: int = 64,
-        reward: Literal["success", "dense"] = "success",
+        reward: Literal["success", "progress", "dense"] = "success",
         rendering: Literal["suite", "light", "fast"] = "suite",
         stride: int = 1,
+        task_weights: dict[str, int] | None = None,
         render_mode: str | None = None,
     ) -> None:
         check_choice("observation", observation, ("images", "privileged", "labelled", "state"))
-        check_choice("reward", reward, ("success", "dense"))
+        check_choice("reward", reward, REWARDS)
         check_choice("rendering", rendering, tuple(DETAIL))
         check_render_mode(render_mode)
         check_backend()
         self.tasks = SUITE.tasks_of(f"{SUITE.name}/{task}")
+        self._turns = turns(self.tasks, task_weights or {})
         self.render_mode = render_mode
         self.observes = True
         self._observation, self._reward, self._rendering = observation, reward, rendering
@@ -176,6 +183,7 @@ class MetaWorldEnv(gymnasium.Env):
         self._seed = 0
         self._actions: list[np.ndarray] = []
         self._succeeded = False
+        self._quality: float | None = None  # MetaWorld's reward of the last step
         self._gravity = 1.0
         self._raw = np.zeros(STATE_SIZE)
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -186,7 +194,7 @@ class MetaWorldEnv(gymnasium.Env):
     @property
     def task_name(self) -> str:
         """The task of the present episode."""
-        return self.tasks[self._index or 0]
+        return self._turns[self._index or 0]
 
     @property
     def instruction(self) -> str:
@@ -198,20 +206,24 @@ class MetaWorldEnv(gymnasium.Env):
         super().reset(seed=seed)
         drawn = int(self.np_random.integers(2**31))
         if seed is not None:
-            self._index = seed % len(self.tasks)
+            self._index = seed % len(self._turns)
         elif self._index is None:
-            self._index = drawn % len(self.tasks)
+            self._index = drawn % len(self._turns)
         else:
-            self._index = (self._index + self._stride) % len(self.tasks)
+            self._index = (self._index + self._stride) % len(self._turns)
         self._begin(drawn if seed is None else seed)
         return self.observe(), self._info()
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Move the hand by up to 1 cm along each axis, and open or close the gripper."""
+        before = self._quality
         dense = self._advance(np.asarray(action, np.float32))
-        is_sparse = self._reward == "success"
-        reward = float(self._succeeded) if is_sparse else dense
-        return self.observe(), reward, is_sparse and self._succeeded, False, self._info()
+        if self._reward == "dense":
+            return self.observe(), dense, False, False, self._info()
+        reward = float(self._succeeded)
+        if self._reward == "progress" and before is not None:  # MetaWorld has no reward of the initial state
+            reward += (dense - before) / LARGEST_REWARD
+        return self.observe(), reward, self._succeeded, False, self._info()
 
     def _begin(self, seed: int) -> None:
         simulator = self._simulator()
@@ -219,7 +231,7 @@ class MetaWorldEnv(gymnasium.Env):
         simulator.seed(seed)
         self._raw, _ = simulator.reset()
         self._place_all(simulator)
-        self._seed, self._actions, self._succeeded = seed, [], False
+        self._seed, self._actions, self._succeeded, self._quality = seed, [], False, None
 
     @staticmethod
     def _place_all(simulator: Any) -> None:
@@ -241,7 +253,8 @@ class MetaWorldEnv(gymnasium.Env):
         self._raw, reward, _, _, info = self._simulator().step(action)
         self._actions.append(action)
         self._succeeded = self._succeeded or bool(info["success"])
-        return float(reward)
+        self._quality = float(reward)
+        return self._quality
 
     def _info(self) -> dict[str, Any]:
         return {"success": self._succeeded, "task": self.task_name, "instruction": self.instruction}
@@ -290,7 +303,7 @@ class MetaWorldEnv(gymnasium.Env):
     def _scene(self) -> np.ndarray:
         """MetaWorld's observation, and in a group the task as a one-hot vector."""
         task = np.zeros(self._scene_size - STATE_SIZE)
-        task[self._index if len(task) else slice(0)] = 1.0
+        task[self.tasks.index(self.task_name) if len(task) else slice(0)] = 1.0
         return np.concatenate([self._raw, task]).astype(np.float32)
 
     @property
@@ -363,3 +376,14 @@ class MetaWorldEnv(gymnasium.Env):
         if key not in self._cameras:
             self._cameras[key] = Camera(simulator.model, size, rendering)
         return self._cameras[key].render(simulator.data)
+
+
+def turns(tasks: Sequence[str], weights: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the tasks in the order in which episodes play them, each as often as its weight says."""
+    for name, weight in weights.items():
+        check_choice("task_weights", name, tasks)
+        check_whole(f"task_weights: {name}", weight, 0)
+    found = tuple(task for task in tasks for _ in range(weights.get(task, 1)))
+    if not found:
+        raise InputError("task_weights: all are 0; give at least one task a weight above 0")
+    return found

@@ -9,7 +9,8 @@ from deft.config.settings import EnvConfig
 from deft.envs import make_env, make_vector_env
 from deft.envs.suites import find_suite
 from deft.envs.suites.install import INSTALLED, state_of
-from deft.envs.suites.metaworld import TASKS
+from deft.envs.suites.metaworld import TASKS, turns
+from deft.errors import InputError
 
 SUITE = find_suite("metaworld")
 
@@ -87,6 +88,49 @@ def test_dense_rewards_last_to_the_time_limit():
         assert not any(any(end) for end in ends[:-1])
     finally:
         env.close()
+
+
+def test_rewards_of_progress_add_up_to_the_last_dense_one():
+    """Σ (d_t − d_{t−1}) / 10 over the steps after the first = (d_T − d_1) / 10, and 1 for the success at T."""
+    totals, dense = {}, []
+    for reward in ("dense", "progress"):
+        env = blind("reach-v3", reward=reward)
+        env.reset(seed=0)
+        rewards, terminated, info = [], False, {}
+        while not (terminated or info.get("success")):
+            _, value, terminated, _, info = env.step(env.get_wrapper_attr("expert_action")())
+            rewards.append(value)
+        env.close()
+        totals[reward] = sum(rewards)
+        dense = dense or rewards
+    assert totals["progress"] == pytest.approx((dense[-1] - dense[0]) / 10 + 1)
+    assert dense[-1] > 9 > dense[0]
+
+
+def test_weights_decide_how_often_a_task_is_played_and_not_its_place_in_the_scene():
+    """MT10 starts with reach, push, pick-place. With reach twice and without push, turn 2 is pick-place, task 2."""
+    weights = {"reach-v3": 2, "push-v3": 0}
+    env = blind("MT10", task_weights=weights)
+    try:
+        played = [env.reset(seed=seed)[1]["task"] for seed in range(3)]
+        assert played == ["reach-v3", "reach-v3", "pick-place-v3"]
+        assert env.reset(seed=2)[0]["state"][39:].argmax() == 2
+        assert env.reset(seed=10)[1]["task"] == played[0]  # 2 + 0 + 8 turns
+    finally:
+        env.close()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"raech-v3": 2}, "task_weights is 'raech-v3'; choose 'reach-v3'"),
+        ({"reach-v3": 0.5}, "task_weights: reach-v3 is 0.5; choose a whole number, at least 0"),
+        ({"reach-v3": 0, "push-v3": 0}, "task_weights: all are 0"),
+    ],
+)
+def test_wrong_weights_are_named(weights, message):
+    with pytest.raises(InputError, match=message):
+        turns(("reach-v3", "push-v3"), weights)
 
 
 def test_a_saved_state_continues_exactly():
