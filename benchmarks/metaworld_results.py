@@ -1,21 +1,23 @@
-"""MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, DAgger or PPO, a table.
+"""MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, DAgger and PPO, a table.
 
     python benchmarks/metaworld_results.py --cores 1 --device cpu --minutes 120     MT10, one core for each of 3 seeds
-    python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO, with a reward for success
-    python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --steps 600000 --minutes 240    the 50 tasks
+    python benchmarks/metaworld_results.py --method dagger                          without PPO
+    python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO from SFT, without labels
+    python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --minutes 240     the 50 tasks
     python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --scenes 10 --epochs 1 \\
-        --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20                a first look
+        --method dagger --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20    a first look
 
-For each seed: demonstrations, SFT on them, and DAgger or PPO from there, by the recipes of METHODS and the `deft`
-command; `deft suite install metaworld` comes first. DAgger also learns from the beginnings of `--scenes` further
-episodes of each task, in which the expert acts: a policy learns to see from many scenes. Then both policies play the
-same held-out episodes, `--episodes` of each task, by the suite's protocol: from images, text and proprioception alone.
+For each seed: demonstrations, SFT on them, and DAgger, PPO or one after the other, by the recipes of METHODS and the
+`deft` command; `deft suite install metaworld` comes first. DAgger also learns from the beginnings of `--scenes` further
+episodes of each of `--scene-tasks`, in which the expert acts: a policy learns to see from many scenes. By default they
+are the tasks with small things, or all if the group has none of these. Then all policies play the same held-out
+episodes, `--episodes` of each task, by the suite's protocol: from images, text and proprioception alone.
 What the training used beyond them is in the table's title. Each run has `--cores` cores of its own, and as many seeds
 run side by side as there are cores for; a run is stopped after `--minutes`.
 
 The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
-RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to
-DAgger or PPO, `--sft FLAGS` to SFT; both override the settings of the recipes.
+RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to the
+last stage, `--sft FLAGS` to SFT and `--dagger FLAGS` to DAgger before PPO; they override the settings of the recipes.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import math
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,48 +38,51 @@ from headline import Bench, curve, read_arguments
 
 from deft.envs.suites import find_suite
 
-SCENE_STEPS, SCENE_NOISE = 8, 0.3  # of episodes that show many scenes
+SMALL = ("reach-v3", "push-v3", "pick-place-v3", "peg-insert-side-v3")  # tasks that depend on where small things are
+SCENE_STEPS, SCENE_NOISE = 4, 0.3  # of episodes that show many scenes
 GAIN, WANTED = 15, 85  # points over SFT, and per cent of success, that MT10 is to reach
 
 
+class Stage(NamedTuple):
+    """A training after SFT."""
+
+    name: str
+    """Name of the algorithm, of the run directory and of the column."""
+    recipe: str
+    environment: tuple[str, ...]
+    """`--env-kwargs` of the training."""
+    reads_data: bool = False
+    """Whether it learns from the demonstrations and scenes too."""
+
+
 class Method(NamedTuple):
-    """How a policy is trained after SFT."""
+    """How a policy is trained."""
 
     sft: str
     """Recipe of SFT."""
-    recipe: str
     recorded: str
     """Observations of the demonstrations."""
-    observation: str
-    """Observations of the training."""
+    stages: tuple[Stage, ...]
+    """Each starts from the policy of the one before, the first from SFT."""
     privilege: str
     """What training uses beyond images, text, proprioception, demonstrations and success."""
-    num_saves: int
-    steps: int
-    """Env steps, if not given."""
-    uses_demonstrations: bool
 
 
+DAGGER = Stage("dagger", "metaworld-mt10-dagger-labels", ("observation=labelled",), reads_data=True)
+LABELS = "DAgger learns what the scripted expert does; positions of objects and goals are labels of SFT and DAgger"
 METHODS = {
-    "dagger": Method(
+    "dagger": Method("metaworld-mt10-sft-labels", "labelled", (DAGGER,), LABELS),
+    "dagger-ppo": Method(
         "metaworld-mt10-sft-labels",
-        "metaworld-mt10-dagger-labels",
         "labelled",
-        "labelled",
-        "DAgger learns what the scripted expert does; positions of objects and goals are labels of SFT and DAgger",
-        1,  # a checkpoint has all labels
-        16_000,
-        True,
+        (DAGGER, Stage("ppo", "metaworld-mt10-ppo-labels", ("observation=privileged", "reward=progress"))),
+        f"{LABELS}; PPO has MetaWorld's dense reward, and critics that read the state of the scene",
     ),
     "ppo": Method(
         "metaworld-mt10-sft",
-        "metaworld-mt10-ppo",
         "images",
-        "privileged",
+        (Stage("ppo", "metaworld-mt10-ppo", ("observation=privileged",)),),
         "the value function reads the state of the scene",
-        20,
-        1_000_000,
-        False,
     ),
 }
 
@@ -94,47 +100,63 @@ class MetaWorldBench(Bench):
         if not (folder / "demos.json").is_file():
             shutil.rmtree(demos, ignore_errors=True)  # an interrupted recording
         images = [f"rendering={given.rendering}", f"image_size={given.image_size}"]
-        expert = ["--env", env_id, "--env-kwargs", *images, f"observation={method.recorded}", "--policy", "expert"]
-        expert += ["--num_envs", recording_envs(self.width, len(tasks))]
+        expert = ["--env-kwargs", *images, f"observation={method.recorded}", "--policy", "expert"]
         # Episodes of different seeds are different ones: a seed decides the task, so that its multiple keeps the order.
         shown = ["--noise", given.noise, "--only-success", "--episodes", given.demonstrations * len(tasks)]
-        shown += ["--seed", 1_000_000 * seed, "--out", demos]
-        taken["demos"] = self.step(seed, "demos", "collect", *expert, *shown)
+        shown += ["--seed", 1_000_000 * seed, "--num_envs", recording_envs(self.width, len(tasks)), "--out", demos]
+        taken["demos"] = self.step(seed, "demos", "collect", "--env", env_id, *expert, *shown)
         learned = demos
-        if method.uses_demonstrations and given.scenes:
+        if given.scenes and any(stage.reads_data for stage in method.stages):
             learned = folder / "scenes-v0"
-            taken["scenes"] = self.scenes(seed, expert, given.scenes * len(tasks), demos, learned)
+            seen = given.scene_tasks or [task for task in tasks if task in SMALL] or tasks
+            taken |= self.scenes(seed, expert, seen, demos, learned)
         sft = ["--recipe", method.sft, "--dataset", demos, "--eval_freq", 0, "--save_freq", 2]
         if given.epochs is not None:
             sft += ["--num_epochs", given.epochs]
-        taken["sft"] = self.train(seed, "sft", *sft, *shlex.split(given.sft))
-        steps = given.steps or method.steps
-        online = ["--recipe", method.recipe, "--env", env_id, "--model_path", folder / "sft"]
-        online += ["--env-kwargs", *images, f"observation={method.observation}"]
-        online += ["--max_episode_steps", given.training_horizon]  # successes are shorter; failures cost the most time
-        online += ["--total_timesteps", steps, "--num_envs", given.num_envs, "--num_workers", self.width]
-        online += ["--eval_freq", 0, "--save_freq", max(1, steps // method.num_saves), "--keep_checkpoints", 1]
-        if method.uses_demonstrations:
-            online += ["--prior_data", learned]
-        runs = {"sft": None, given.method: [*online, *given.flags]}
-        for name, words in runs.items():
-            if words is not None:
-                taken[name] = self.train(seed, name, *words)
-            shown = [last_checkpoint(folder / name), "--suite", env_id, "--episodes", given.episodes]
-            shown += ["--env-kwargs", *images, f"max_episode_steps={given.horizon}", "observation=images"]
-            taken[f"{name}-evaluation"] = self.step(
-                seed, f"{name}-evaluation", "evaluate", *shown, "--device", given.device
-            )
-        return {"method": given.method, "taken": taken, "curve": curve(folder / given.method)}
+        taken["sft"] = self.train(seed, "sft", *sft, *given.sft)
+        before = "sft"
+        taken["sft-evaluation"] = self.play(seed, folder, "sft", env_id, images)
+        for stage in method.stages:
+            online = ["--recipe", stage.recipe, "--env", env_id, "--model_path", folder / before]
+            online += ["--env-kwargs", *images, *stage.environment]
+            if given.group != "MT10":
+                online += ["--training-env-kwargs", "task_weights=null"]  # of MT10
+            online += ["--num_workers", self.width, "--eval_freq", 0, "--keep_checkpoints", 1]
+            if given.num_envs is not None:
+                online += ["--num_envs", given.num_envs]
+            if stage.reads_data:
+                online += ["--prior_data", learned]
+            is_last = stage is method.stages[-1]
+            if is_last and given.steps is not None:
+                online += ["--total_timesteps", given.steps]
+            taken[stage.name] = self.train(seed, stage.name, *online, *(given.flags if is_last else given.dagger))
+            taken[f"{stage.name}-evaluation"] = self.play(seed, folder, stage.name, env_id, images)
+            before = stage.name
+        return {"method": given.method, "taken": taken, "curve": curve(folder / before)}
 
-    def scenes(self, seed: int, expert: list[Any], episodes: int, demos: Path, scenes: Path) -> dict[str, Any]:
-        """A dataset of the demonstrations and the first steps of further episodes of the expert."""
-        if not (self.root / f"seed-{seed}" / "scenes.json").is_file():
-            shutil.rmtree(scenes, ignore_errors=True)  # an interrupted recording
+    def play(self, seed: int, folder: Path, name: str, env_id: str, images: list[str]) -> dict[str, Any]:
+        """The held-out episodes of one policy."""
+        given = self.arguments
+        shown = [last_checkpoint(folder / name), "--suite", env_id, "--episodes", given.episodes]
+        shown += ["--env-kwargs", *images, f"max_episode_steps={given.horizon}", "observation=images"]
+        return self.step(seed, f"{name}-evaluation", "evaluate", *shown, "--device", given.device)
+
+    def scenes(self, seed: int, expert: list[Any], tasks: list[str], demos: Path, scenes: Path) -> dict[str, Any]:
+        """A dataset of the demonstrations and the first steps of further episodes of the expert in `tasks`."""
+        names = {task: f"scenes-{task}" for task in tasks}
+        kept = [self.root / f"seed-{seed}" / f"{name}.json" for name in names.values()]
+        if not all(path.is_file() for path in kept):  # an interrupted recording
+            shutil.rmtree(scenes, ignore_errors=True)
             shutil.copytree(demos, scenes)
-        words = ["--noise", SCENE_NOISE, "--max_episode_steps", SCENE_STEPS, "--episodes", episodes]
-        words += ["--seed", 1_000_000 * seed + 500_000, "--append", "--out", scenes]
-        return self.step(seed, "scenes", "collect", *expert, *words)
+            for path in kept:
+                path.unlink(missing_ok=True)
+        taken, first = {}, 1_000_000 * seed + 500_000
+        for number, (task, name) in enumerate(names.items()):
+            words = ["--env", f"metaworld/{task}", *expert, "--num_envs", self.width, "--append", "--out", scenes]
+            words += ["--noise", SCENE_NOISE, "--max_episode_steps", SCENE_STEPS]
+            words += ["--episodes", self.arguments.scenes, "--seed", first + number * (500_000 // len(tasks))]
+            taken[name] = self.step(seed, name, "collect", *words)
+        return taken
 
 
 def recording_envs(cores: int, tasks: int) -> int:
@@ -151,24 +173,24 @@ def rates(result: dict[str, Any], policy: str) -> dict[str, float]:
     return {**found, "mean": float(np.mean(list(found.values())))}
 
 
-def bars(results: dict[int, dict[str, Any]], method: str) -> list[tuple[str, str, bool]]:
-    """What was asked for, what was found over all seeds (95 % interval), and whether it holds for the mean."""
-    sft, after = ([100 * rates(result, policy)["mean"] for result in results.values()] for policy in ("sft", method))
+def bars(results: dict[int, dict[str, Any]], name: str) -> list[tuple[str, str, bool]]:
+    """What was asked for, what the last stage reached over all seeds (95 % interval), and whether the mean does."""
+    sft, after = ([100 * rates(result, policy)["mean"] for result in results.values()] for policy in ("sft", name))
     gain = [two - one for one, two in zip(sft, after, strict=True)]
     return [
-        (f"{method} ≥ SFT + {GAIN} points", over_seeds(gain, "+.1f"), float(np.mean(gain)) >= GAIN),
-        (f"{method} ≥ {WANTED} %", over_seeds(after), float(np.mean(after)) >= WANTED),
+        (f"{name} ≥ SFT + {GAIN} points", over_seeds(gain, "+.1f"), float(np.mean(gain)) >= GAIN),
+        (f"{name} ≥ {WANTED} %", over_seeds(after), float(np.mean(after)) >= WANTED),
     ]
 
 
-def table(results: dict[int, dict[str, Any]], method: str, episodes: int) -> list[list[str]]:
-    """One row per task, and their mean: success of SFT and after the method over all seeds, with 95 % intervals."""
-    by = {policy: [rates(result, policy) for result in results.values()] for policy in ("sft", method)}
-    names = list(by["sft"][0])
-    played = {name: episodes * (len(names) - 1 if name == "mean" else 1) for name in names}
+def table(results: dict[int, dict[str, Any]], names: Sequence[str], episodes: int) -> list[list[str]]:
+    """One row per task, and their mean: success of each policy over all seeds, with 95 % intervals."""
+    by = {name: [rates(result, name) for result in results.values()] for name in names}
+    tasks = list(by[names[0]][0])
+    played = {task: episodes * (len(tasks) - 1 if task == "mean" else 1) for task in tasks}
     return [
-        [name, *(share_over_seeds([one[name] for one in found], played[name]) for found in by.values())]
-        for name in names
+        [task, *(share_over_seeds([one[task] for one in found], played[task]) for found in by.values())]
+        for task in tasks
     ]
 
 
@@ -177,17 +199,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--group", default="MT10", help="MT10, MT50, another group or a task")
-    parser.add_argument("--method", choices=list(METHODS), default="dagger")
+    parser.add_argument("--method", choices=list(METHODS), default="dagger-ppo")
     parser.add_argument("--demonstrations", type=int, default=25, help="episodes of the expert per task")
     parser.add_argument("--noise", type=float, default=0.1, help="on the expert's actions")
-    parser.add_argument("--scenes", type=int, default=300, help="further beginnings of episodes per task, for DAgger")
+    parser.add_argument("--scenes", type=int, default=800, help="beginnings of episodes of each task, for DAgger")
+    parser.add_argument("--scene-tasks", nargs="+", help=f"of --scenes; by default those of {', '.join(SMALL)}")
     parser.add_argument("--epochs", type=int, help="of SFT; by default those of the recipe")
-    parser.add_argument("--sft", default="", help="further flags of SFT, in one word")
-    parser.add_argument("--steps", type=int, help="env steps after SFT; by default those of the method")
-    parser.add_argument("--num-envs", type=int, default=20, help="of training, a multiple of the tasks")
+    for stage in ("sft", "dagger"):
+        parser.add_argument(f"--{stage}", type=shlex.split, default=[], help="further flags of this stage, in one word")
+    parser.add_argument("--steps", type=int, help="env steps of the last stage; by default those of the recipe")
+    parser.add_argument("--num-envs", type=int, help="of training, a multiple of the tasks; by default of the recipe")
     parser.add_argument("--episodes", type=int, default=20, help="of each task, for the table")
     parser.add_argument("--horizon", type=int, default=400, help="time limit of the episodes of the table")
-    parser.add_argument("--training-horizon", type=int, default=150, help="time limit of the episodes of training")
     parser.add_argument("--image-size", type=int, default=128, help="a multiple of 16")
     parser.add_argument("--rendering", default="fast", help="suite, light or fast")
     arguments = read_arguments(parser, Path("outputs/metaworld-results"))
@@ -198,11 +221,12 @@ def main() -> int:
     with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(len(arguments.seeds)) as seeds:
         jobs = {seed: seeds.submit(bench.seed, seed, pool) for seed in arguments.seeds}
         results = {seed: job.result() for seed, job in jobs.items()}
-    privilege = METHODS[arguments.method].privilege
-    rows = table(results, arguments.method, arguments.episodes)
-    print(f"privileged in training: {privilege}")
-    print_table(["success over seeds (95 % interval)", "SFT", arguments.method], rows)
-    return bench.finish(bars(results, arguments.method), privilege=privilege, table=rows, seeds=results)
+    method = METHODS[arguments.method]
+    names = ["sft", *(stage.name for stage in method.stages)]
+    rows = table(results, names, arguments.episodes)
+    print(f"privileged in training: {method.privilege}")
+    print_table(["success over seeds (95 % interval)", *names], rows)
+    return bench.finish(bars(results, names[-1]), privilege=method.privilege, table=rows, seeds=results)
 
 
 if __name__ == "__main__":

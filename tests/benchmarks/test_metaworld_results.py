@@ -15,39 +15,49 @@ def script(load_benchmark):
 
 
 def settings(folder, **changes):
-    given = {"group": "MT10", "method": "dagger", "demonstrations": 5, "noise": 0.1}
-    given |= {"epochs": 3, "sft": "--batch_size 64", "steps": 4000, "num_envs": 20, "episodes": 20, "horizon": 400}
-    given |= {"scenes": 30, "training_horizon": 200, "image_size": 96, "rendering": "fast"}
+    given = {"group": "MT10", "method": "dagger", "demonstrations": 5, "noise": 0.1, "dagger": []}
+    given |= {"epochs": 3, "sft": ["--batch_size", "64"], "steps": 4000, "num_envs": 20, "episodes": 20, "horizon": 400}
+    given |= {"scenes": 30, "scene_tasks": None, "image_size": 96, "rendering": "fast"}
     given |= {"minutes": 1.0, "cores": 1, "device": "cpu", "results": folder, "flags": []}
     return argparse.Namespace(**given | changes)
 
 
-@pytest.mark.parametrize(
-    ("method", "flag", "recorded", "observation"),
-    [("dagger", "--updates_per_round", "labelled", "labelled"), ("ppo", "--n_epochs", "images", "privileged")],
-)
-def test_every_command_is_understood_and_finished_steps_are_not_repeated(
-    script, tmp_path, monkeypatch, method, flag, recorded, observation
-):
+def play_seed(script, folder, monkeypatch, **changes):
+    """The commands of seed 3, and what the benchmark found; commands do nothing but leave a checkpoint."""
     asked = []
 
     def deft(self, *words, minutes=None):
         asked.append([str(word) for word in words])
         if "--out" in words:
             words[words.index("--out") + 1].mkdir(parents=True, exist_ok=True)
-        for name in ("sft", method):
-            (tmp_path / "seed-3" / name / "checkpoint-8").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "seed-3" / method / "episode_metrics.jsonl").touch()
+        if "--output_dir" in words:
+            run = words[words.index("--output_dir") + 1]
+            (run / "checkpoint-8").mkdir(parents=True, exist_ok=True)
+            (run / "episode_metrics.jsonl").touch()
         return {"seconds": 1.0, "tasks": {"a": {"success_rate": 0.5}}}
 
     monkeypatch.setattr(script.MetaWorldBench, "deft", deft)
-    bench = script.MetaWorldBench(settings(tmp_path, method=method, flags=[flag, "2"]))
+    bench = script.MetaWorldBench(settings(folder, **changes))
+    with ThreadPoolExecutor(1) as pool:
+        return asked, bench.seed(3, pool)
+
+
+@pytest.mark.parametrize(
+    ("method", "flag", "recorded", "kwargs"),
+    [
+        ("dagger", "--updates_per_round", "labelled", {"observation": "labelled"}),
+        ("ppo", "--n_epochs", "images", {"observation": "privileged"}),
+    ],
+)
+def test_every_command_is_understood_and_finished_steps_are_not_repeated(
+    script, tmp_path, monkeypatch, method, flag, recorded, kwargs
+):
+    given = {"method": method, "flags": [flag, "2"]}
     demos = tmp_path / "seed-3" / "demos-v0"
     (demos / "old").mkdir(parents=True)  # of an interrupted recording
-    with ThreadPoolExecutor(1) as pool:
-        found = bench.seed(3, pool)
+    asked, found = play_seed(script, tmp_path, monkeypatch, **given)
     assert not (demos / "old").exists()
-    scenes = asked.pop(1) if method == "dagger" else None
+    scenes = [asked.pop(1) for _ in script.SMALL] if method == "dagger" else []
     collect, sft, first_evaluation, online, second_evaluation = asked
     assert collect[:3] == ["collect", "--env", "metaworld/MT10"]
     assert f"observation={recorded}" in collect
@@ -59,17 +69,19 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     run = parse_training(online[1:])[1]
     assert run.algorithm.name == method
     assert vars(run.algorithm.cfg)[flag[2:]] == 2
-    images = {"rendering": "fast", "image_size": 96}
-    assert run.env.kwargs == {"observation": observation, **images}
-    assert run.env.max_episode_steps == 200
+    assert run.env.kwargs == {**kwargs, "rendering": "fast", "image_size": 96}
     assert (run.trainer.total_timesteps, run.env.num_envs) == (4000, 20)
     assert run.model_path == str(tmp_path / "seed-3" / "sft")
     if method == "dagger":
         both = str(tmp_path / "seed-3" / "scenes-v0")  # a copy of the demonstrations, and further episodes
-        assert run.algorithm.cfg.prior_data == scenes[scenes.index("--out") + 1] == both
-        assert "--append" in scenes
-        assert scenes[scenes.index("--episodes") + 1] == "300"  # 30 of each of 10 tasks
-        assert scenes[scenes.index("--seed") + 1] == "3500000"
+        assert run.algorithm.cfg.prior_data == both
+        seeds = [3_500_000, 3_625_000, 3_750_000, 3_875_000]  # 500,000 different ones for four tasks
+        for words, task, first in zip(scenes, script.SMALL, seeds, strict=True):
+            assert words[words.index("--env") + 1] == f"metaworld/{task}"
+            assert words[words.index("--out") + 1] == both
+            assert "--append" in words
+            assert words[words.index("--episodes") + 1] == "30"
+            assert words[words.index("--seed") + 1] == str(first)
     evaluations = (first_evaluation, second_evaluation)
     assert [words[1] for words in evaluations] == [
         str(tmp_path / "seed-3" / name / "checkpoint-8") for name in ("sft", method)
@@ -77,10 +89,26 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     assert all({"max_episode_steps=400", "observation=images"} <= set(words) for words in evaluations)
     kept = json.loads((tmp_path / "seed-3" / f"{method}-evaluation.json").read_text())
     assert kept["tasks"] == {"a": {"success_rate": 0.5}}
-    asked.clear()
-    with ThreadPoolExecutor(1) as pool:
-        assert bench.seed(3, pool) == found
-    assert asked == []
+    assert play_seed(script, tmp_path, monkeypatch, **given) == ([], found)
+
+
+@pytest.mark.parametrize(
+    ("group", "weights"),
+    [("MT10", {"reach-v3": 4, "push-v3": 3, "pick-place-v3": 4, "peg-insert-side-v3": 4}), ("reach-v3", None)],
+)
+def test_ppo_continues_from_dagger(script, tmp_path, monkeypatch, group, weights):
+    """The weights of tasks are those of MT10; other groups have tasks that they do not name."""
+    changes = {"method": "dagger-ppo", "group": group, "num_envs": None, "steps": None, "scene_tasks": ["reach-v3"]}
+    given = {"dagger": ["--updates_per_round", "7"], "flags": ["--n_epochs", "2"]}
+    asked, found = play_seed(script, tmp_path, monkeypatch, **changes, **given)
+    dagger, ppo = (parse_training(asked[index][1:])[1] for index in (4, 6))
+    assert (dagger.algorithm.cfg.updates_per_round, ppo.algorithm.cfg.n_epochs) == (7, 2)
+    assert (dagger.model_path, ppo.model_path) == tuple(str(tmp_path / "seed-3" / name) for name in ("sft", "dagger"))
+    assert ppo.env.kwargs["reward"] == "progress"
+    assert ppo.env.training_kwargs["task_weights"] == weights
+    assert ppo.env.num_envs == 21  # 4 + 3 + 4 + 4, and six others
+    assert (dagger.trainer.total_timesteps, ppo.trainer.total_timesteps) == (12_000, 300_000)
+    assert {"sft-evaluation", "dagger-evaluation", "ppo-evaluation"} <= set(found["taken"])
 
 
 def result(sft, after):
@@ -96,7 +124,7 @@ def test_tables_and_bars(script):
         ("ppo ≥ SFT + 15 points", "+25.0 (+25.0 to +25.0)", True),
         ("ppo ≥ 85 %", "90.0 (26.5 to 153.5)", True),
     ]
-    rows = script.table(seeds, "ppo", episodes=20)
+    rows = script.table(seeds, ["sft", "ppo"], episodes=20)
     assert [row[0] for row in rows] == ["a", "b", "mean"]
     assert [cell.split(" %")[0] for cell in rows[2][1:]] == ["65.0", "90.0"]
     missed = script.bars({0: result((0.8, 0.8), (0.8, 0.88))}, "ppo")

@@ -140,11 +140,11 @@ def test_rl_from_a_policy_that_is_there_needs_no_datasets():
 
 def test_data_that_is_learned_from_beside_own_episodes_is_recorded_too(monkeypatch):
     monkeypatch.setattr(preparation, "find_suite", lambda name: SimpleNamespace(check_installed=lambda where: None))
-    policy, demos, scenes = commands("metaworld-mt10-dagger-labels")
+    policy, *recordings = commands("metaworld-mt10-dagger-labels")
     assert policy == ["train", "--recipe", "metaworld-mt10-sft-labels"]
-    recorded = [words[words.index("--episodes") + 1] for words in (demos, scenes)]
-    assert recorded == ["250", "3250"]  # in one dataset: 250 and 3000, of which none are there
-    assert demos[demos.index("--out") + 1] == scenes[scenes.index("--out") + 1] == "outputs/metaworld/mt10-scenes-v0"
+    recorded = [words[words.index("--episodes") + 1] for words in recordings]
+    assert recorded == ["250", "1050", "1850", "2650", "3450"]  # 250 and 4 · 800, in one dataset
+    assert {words[words.index("--out") + 1] for words in recordings} == {"outputs/metaworld/mt10-scenes-v0"}
     assert commands("metaworld-mt10-dagger-labels", "--prior_data", "mine") == [policy]
 
 
