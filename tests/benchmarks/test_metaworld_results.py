@@ -8,6 +8,8 @@ import pytest
 
 from deft.config.training import parse_training
 
+SMALL = ("reach-v3", "push-v3", "pick-place-v3", "peg-insert-side-v3")  # of MT10, by the order of its tasks
+
 
 @pytest.fixture
 def script(load_benchmark):
@@ -57,7 +59,7 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     (demos / "old").mkdir(parents=True)  # of an interrupted recording
     asked, found = play_seed(script, tmp_path, monkeypatch, **given)
     assert not (demos / "old").exists()
-    scenes = [asked.pop(1) for _ in script.SMALL] if method == "dagger" else []
+    scenes = [asked.pop(1) for _ in SMALL] if method == "dagger" else []
     collect, sft, first_evaluation, online, second_evaluation = asked
     assert collect[:3] == ["collect", "--env", "metaworld/MT10"]
     assert f"observation={recorded}" in collect
@@ -76,7 +78,7 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
         both = str(tmp_path / "seed-3" / "scenes-v0")  # a copy of the demonstrations, and further episodes
         assert run.algorithm.cfg.prior_data == both
         seeds = [3_500_000, 3_625_000, 3_750_000, 3_875_000]  # 500,000 different ones for four tasks
-        for words, task, first in zip(scenes, script.SMALL, seeds, strict=True):
+        for words, task, first in zip(scenes, SMALL, seeds, strict=True):
             assert words[words.index("--env") + 1] == f"metaworld/{task}"
             assert words[words.index("--out") + 1] == both
             assert "--append" in words
