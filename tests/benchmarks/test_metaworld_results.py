@@ -96,7 +96,7 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
 
 @pytest.mark.parametrize(
     ("group", "weights"),
-    [("MT10", {"reach-v3": 4, "push-v3": 3, "pick-place-v3": 4, "peg-insert-side-v3": 4}), ("reach-v3", None)],
+    [("MT10", {"reach-v3": 5, "push-v3": 3, "pick-place-v3": 5, "peg-insert-side-v3": 2}), ("reach-v3", None)],
 )
 def test_ppo_continues_from_dagger(script, tmp_path, monkeypatch, group, weights):
     """The weights of tasks are those of MT10; other groups have tasks that they do not name."""
@@ -108,8 +108,8 @@ def test_ppo_continues_from_dagger(script, tmp_path, monkeypatch, group, weights
     assert (dagger.model_path, ppo.model_path) == tuple(str(tmp_path / "seed-3" / name) for name in ("sft", "dagger"))
     assert ppo.env.kwargs["reward"] == "progress"
     assert ppo.env.training_kwargs["task_weights"] == weights
-    assert ppo.env.num_envs == 21  # 4 + 3 + 4 + 4, and six others
-    assert (dagger.trainer.total_timesteps, ppo.trainer.total_timesteps) == (12_000, 300_000)
+    assert ppo.env.num_envs == 21  # 5 + 3 + 5 + 2, and six others
+    assert (dagger.trainer.total_timesteps, ppo.trainer.total_timesteps) == (12_000, 200_000)
     assert {"sft-evaluation", "dagger-evaluation", "ppo-evaluation"} <= set(found["taken"])
 
 
