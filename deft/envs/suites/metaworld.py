@@ -141,8 +141,8 @@ class MetaWorldEnv(gymnasium.Env):
     `observation`: `"images"` has the streams `head_rgb` (camera corner2), `state` [4] (position of the hand in metres,
     opening of the gripper) and `instruction`. `"privileged"` adds `scene_state` for critics: MetaWorld's own
     observation with the goal [39], and in a group the task as a one-hot vector, as in MetaWorld's own benchmarks.
-    `"labelled"` adds `places` [9] instead, the positions of two objects and of the goal (0: there is none), as labels.
-    `"state"` has only `state`, which is then that of the scene, and the instruction, without cameras.
+    `"labelled"` adds `places` [9] instead, the positions of two objects and of the goal (0: there is none), as labels,
+    and `"all"` both. `"state"` has only `state`, which is then that of the scene, and the instruction, without cameras.
 
     `reward`: `"success"` is 1 at the first step that succeeds, which ends the episode, and otherwise 0. `"progress"`
     adds the change of MetaWorld's own reward / 10 from the second step on. `"dense"` is MetaWorld's own reward, from 0
@@ -157,7 +157,7 @@ class MetaWorldEnv(gymnasium.Env):
     def __init__(
         self,
         task: str = "MT10",
-        observation: Literal["images", "privileged", "labelled", "state"] = "images",
+        observation: Literal["images", "privileged", "labelled", "all", "state"] = "images",
         image_size: int = 64,
         reward: Literal["success", "progress", "dense"] = "success",
         rendering: Literal["suite", "light", "fast"] = "suite",
@@ -165,7 +165,7 @@ class MetaWorldEnv(gymnasium.Env):
         task_weights: dict[str, int] | None = None,
         render_mode: str | None = None,
     ) -> None:
-        check_choice("observation", observation, ("images", "privileged", "labelled", "state"))
+        check_choice("observation", observation, ("images", "privileged", "labelled", "all", "state"))
         check_choice("reward", reward, REWARDS)
         check_choice("rendering", rendering, tuple(DETAIL))
         check_render_mode(render_mode)
@@ -294,9 +294,9 @@ class MetaWorldEnv(gymnasium.Env):
             blank = np.zeros((self._size, self._size, 3), np.uint8)
             streams[HEAD_RGB] = self._image(self._size, self._rendering) if self.observes else blank
         streams[INSTRUCTION] = self.instruction
-        if self._observation == "privileged":
+        if self._observation in ("privileged", "all"):
             streams["scene_state"] = self._scene()
-        if self._observation == "labelled":
+        if self._observation in ("labelled", "all"):
             streams["places"] = self._raw[PLACES].astype(np.float32)
         return streams
 
@@ -338,9 +338,9 @@ class MetaWorldEnv(gymnasium.Env):
             streams[STATE] = vector(PROPRIOCEPTION)
             streams[HEAD_RGB] = spaces.Box(0, 255, (self._size, self._size, 3), np.uint8)
         streams[INSTRUCTION] = spaces.Text(INSTRUCTION_LENGTH, charset=LETTERS)
-        if self._observation == "privileged":
+        if self._observation in ("privileged", "all"):
             streams["scene_state"] = vector(self._scene_size)
-        if self._observation == "labelled":
+        if self._observation in ("labelled", "all"):
             streams["places"] = vector(len(PLACES))
         return spaces.Dict(streams)
 

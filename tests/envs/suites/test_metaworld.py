@@ -61,12 +61,13 @@ def test_the_expert_solves_reach_and_the_labels_name_it():
 def test_the_scene_of_a_group_has_the_task_and_labels_are_positions():
     """Seed 13 of MT10 plays task 3, door-open: one object, the handle, whose position the expert reads too."""
     found = {}
-    for observation, stream in (("privileged", "scene_state"), ("labelled", "places")):
+    adds = {"privileged": {"scene_state"}, "labelled": {"places"}, "all": {"scene_state", "places"}}
+    for observation, streams in adds.items():
         env = make_env(EnvConfig(id="metaworld/MT10", kwargs={"observation": observation, "image_size": 16}))
         first, _ = env.reset(seed=13)
         assert env.observation_space.contains(first)
-        assert first.keys() == {"state", "head_rgb", "instruction", stream}
-        found[stream] = first[stream]
+        assert first.keys() == {"state", "head_rgb", "instruction", *streams}
+        assert all(np.array_equal(first[name], found.setdefault(name, first[name])) for name in streams)
         env.close()
     scene, places = found["scene_state"], found["places"]
     assert scene[39:].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
