@@ -3,11 +3,13 @@
     python benchmarks/metaworld_positions.py RUN --tasks reach-v3 push-v3    errors of the positions that it predicts
     python benchmarks/metaworld_positions.py RUN --scenes 200                in the first image of 200 new scenes
     python benchmarks/metaworld_positions.py --expert                        success of experts with wrong positions
+    python benchmarks/metaworld_positions.py --stops --tasks reach-v3        how near to the goal experts stop
 
 RUN is a run or checkpoint of vla-tiny that was trained with position labels. It acts in four environments of each task,
 and its predictions are compared with the labels at every decision, or in the first images of `--scenes`. The experts
 read the positions of the objects and of the goal with an error that is drawn per episode (standard deviation σ) and per
-four steps (σ / 2).
+four steps (σ / 2). Where they stop is MetaWorld's own `obj_to_target` after 150 steps: the distance of the object, or
+in `reach` of the fingertips, to the goal.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import REPOSITORY, print_machine, print_table, worker_environment
 
 ERRORS = (0.0, 0.005, 0.01, 0.02)  # σ in metres
 EPISODES, STEPS, ENVS, CHUNK = 10, 300, 4, 4
+STOP_STEPS = 150
 NEW_SEED = 10_000_000  # of scenes that no training uses
 NAMES = ("object x, y, z", "second object x, y, z", "goal x, y, z")
 EXPERT = """
@@ -51,16 +55,29 @@ for sigma in map(float, sys.argv[6:]):
     found.append(str(count))
 print(*found)
 """
+STOPS = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+from deft.envs.suites.metaworld import MetaWorldEnv
+warnings.filterwarnings("ignore")
+task, episodes, steps = sys.argv[2], *map(int, sys.argv[3:5])
+env = MetaWorldEnv(task, observation="state", reward="dense")
+for episode in range(episodes):
+    env.reset(seed=episode)
+    for step in range(steps - 1):
+        env.step(env.expert_action())
+    print(100 * env._simulator().step(env.expert_action())[4]["obj_to_target"])
+"""
 
 
-def expert_successes(task: str) -> list[str]:
-    """Successes of the expert of a task for each of ERRORS, in the suite's interpreter."""
+def in_the_suite(script: str, *words: object) -> list[str]:
+    """What a script prints in the suite's interpreter, by words; it gets the folder of Deft and `words`."""
     from deft.envs.suites import find_suite
     from deft.envs.suites.install import python_of
 
-    words = [str(python_of(find_suite("metaworld"))), "-c", EXPERT, REPOSITORY, task, EPISODES, STEPS, CHUNK, *ERRORS]
+    command = [str(python_of(find_suite("metaworld"))), "-c", script, REPOSITORY, *words]
     done = subprocess.run(
-        list(map(str, words)), env=worker_environment(1), stdout=subprocess.PIPE, text=True, check=True
+        list(map(str, command)), env=worker_environment(1), stdout=subprocess.PIPE, text=True, check=True
     )
     return done.stdout.split()
 
@@ -116,12 +133,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="?")
     parser.add_argument("--expert", action="store_true")
+    parser.add_argument("--stops", action="store_true")
     parser.add_argument("--tasks", nargs="+", help="by default those of MT10")
     parser.add_argument("--steps", type=int, default=100, help="of each environment")
     parser.add_argument("--scenes", type=int, default=0, help="compare in first images of this many scenes instead")
     given = parser.parse_args()
-    if (given.run is None) != given.expert:
-        parser.error("give a run, or --expert")
+    if [given.run is not None, given.expert, given.stops].count(True) != 1:
+        parser.error("give a run, --expert or --stops")
     suite = find_suite("metaworld")
     suite.check_installed("benchmarks/metaworld_positions.py")
     tasks = given.tasks or suite.tasks_of("metaworld/MT10")
@@ -129,8 +147,12 @@ def main() -> int:
     if given.expert:
         print_table(
             [f"successes of {EPISODES}", *(f"σ = {1000 * error:g} mm" for error in ERRORS)],
-            [[task, *expert_successes(task)] for task in tasks],
+            [[task, *in_the_suite(EXPERT, task, EPISODES, STEPS, CHUNK, *ERRORS)] for task in tasks],
         )
+    elif given.stops:
+        found = {task: sorted(map(float, in_the_suite(STOPS, task, EPISODES, STOP_STEPS))) for task in tasks}
+        rows = [[task, f"{median(values):.1f} ({values[0]:.1f} to {values[-1]:.1f})"] for task, values in found.items()]
+        print_table(["expert", f"distance to the goal, cm, median of {EPISODES} (smallest to largest)"], rows)
     else:
         rows = [[task, *position_errors(given.run, task, given.steps, given.scenes)] for task in tasks]
         print_table(["mean absolute error, cm", *NAMES], rows)
