@@ -1,28 +1,30 @@
 """MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, DAgger and PPO, a table.
 
     python benchmarks/metaworld_results.py --cores 1 --device cpu --minutes 120     MT10, one core for each of 3 seeds
-    python benchmarks/metaworld_results.py --method dagger                          without PPO
+    python benchmarks/metaworld_results.py --method distilled                       then PPO on reach, and DAgger of it
     python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO from SFT, without labels
     python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --minutes 240     the 50 tasks
     python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --scenes 10 --epochs 1 \\
-        --method dagger --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20    a first look
+        --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20                a first look
 
-For each seed: demonstrations, SFT on them, and DAgger, PPO or one after the other, by the recipes of METHODS and the
-`deft` command; `deft suite install metaworld` comes first. DAgger also learns from the beginnings of `--scenes` further
+For each seed: demonstrations, SFT on them, and DAgger or PPO from there, by the recipes of METHODS and the `deft`
+command; `deft suite install metaworld` comes first. DAgger also learns from the beginnings of `--scenes` further
 episodes of each of `--scene-tasks`, in which the expert acts: a policy learns to see from many scenes. By default they
-are the tasks with small things, or all if the group has none of these. Then all policies play the same held-out
-episodes, `--episodes` of each task, by the suite's protocol: from images, text and proprioception alone.
-What the training used beyond them is in the table's title. Each run has `--cores` cores of its own, and as many seeds
-run side by side as there are cores for; a run is stopped after `--minutes`.
+are the tasks with small things, or all if the group has none of these. With `--method distilled` PPO then trains a
+policy of its own for each of `--specialists`, and DAgger continues with their successes in place of the expert there.
+All policies play the same held-out episodes, `--episodes` of each task, by the suite's protocol: from images, text and
+proprioception alone. What the training used beyond them is in the table's title. Each run has `--cores` cores of its
+own, and as many seeds run side by side as there are cores for; a run is stopped after `--minutes`.
 
 The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
 RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to the
-last stage, `--sft FLAGS` to SFT and `--dagger FLAGS` to DAgger before PPO; they override the settings of the recipes.
+last stage, `--sft`, `--dagger` and `--ppo FLAGS` to those before it; they override the settings of the recipes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import shutil
@@ -52,6 +54,10 @@ class Stage(NamedTuple):
     """`--env-kwargs` of the training."""
     reads_data: bool = False
     """Whether it learns from the demonstrations and scenes too."""
+    specialists: bool = False
+    """Whether it also learns from PPO policies of single tasks (`--specialists`), instead of the expert there."""
+    flags: tuple[str, ...] = ()
+    """Settings other than those of the recipe."""
 
 
 class Method(NamedTuple):
@@ -68,14 +74,18 @@ class Method(NamedTuple):
 
 
 DAGGER = Stage("dagger", "metaworld-mt10-dagger-labels", ("observation=labelled",), reads_data=True)
+SHORTER = ("--total_timesteps", "5400", "--learning_rate", "5e-4")
+DISTILLED = DAGGER._replace(name="distilled", specialists=True, flags=SHORTER)
+SPECIALIST = "metaworld-reach-ppo"  # recipe
+SPECIALIST_STEPS = 120  # of an episode, in training and recording
 LABELS = "DAgger learns what the scripted expert does; positions of objects and goals are labels of SFT and DAgger"
 METHODS = {
     "dagger": Method("metaworld-mt10-sft-labels", "labelled", (DAGGER,), LABELS),
-    "dagger-ppo": Method(
+    "distilled": Method(
         "metaworld-mt10-sft-labels",
         "labelled",
-        (DAGGER, Stage("ppo", "metaworld-mt10-ppo-labels", ("observation=privileged", "reward=progress"))),
-        f"{LABELS}; PPO has MetaWorld's dense reward, and critics that read the state of the scene",
+        (DAGGER, DISTILLED),
+        f"{LABELS}; PPO of single tasks has MetaWorld's dense reward, and critics that read the state of the scene",
     ),
     "ppo": Method(
         "metaworld-mt10-sft",
@@ -117,11 +127,14 @@ class MetaWorldBench(Bench):
         taken["sft-evaluation"] = self.play(seed, folder, "sft", env_id, images)
         for stage in method.stages:
             online = ["--recipe", stage.recipe, "--env", env_id, "--model_path", folder / before]
-            online += ["--env-kwargs", *images, *stage.environment]
-            if given.group != "MT10":
-                online += ["--training-env-kwargs", "task_weights=null"]  # of MT10
+            online += ["--env-kwargs", *images, *stage.environment, *stage.flags]
             online += ["--num_workers", self.width, "--eval_freq", 0, "--keep_checkpoints", 1]
-            if given.num_envs is not None:
+            if stage.specialists:
+                learned = self.specialists(seed, folder / before, learned, images, taken)
+                left_out = json.dumps(dict.fromkeys(given.specialists, 0))
+                online += ["--training-env-kwargs", f"task_weights={left_out}"]
+                online += ["--num_envs", 2 * (len(tasks) - len(given.specialists))]
+            elif given.num_envs is not None:
                 online += ["--num_envs", given.num_envs]
             if stage.reads_data:
                 online += ["--prior_data", learned]
@@ -132,6 +145,28 @@ class MetaWorldBench(Bench):
             taken[f"{stage.name}-evaluation"] = self.play(seed, folder, stage.name, env_id, images)
             before = stage.name
         return {"method": given.method, "taken": taken, "curve": curve(folder / before)}
+
+    def specialists(self, seed: int, policy: Path, data: Path, images: list[str], taken: dict[str, Any]) -> Path:
+        """PPO on single tasks, each from `policy`; returns a dataset of `data` and the successes of all of them."""
+        given, folder = self.arguments, self.root / f"seed-{seed}"
+        out = folder / "specialists-v0"
+        for task in given.specialists:
+            ppo = ["--recipe", SPECIALIST, "--env", f"metaworld/{task}", "--model_path", policy, *given.ppo]
+            ppo += ["--env-kwargs", *images, "observation=privileged", "reward=progress"]
+            ppo += ["--max_episode_steps", SPECIALIST_STEPS, "--num_workers", self.width, "--keep_checkpoints", 1]
+            taken[f"ppo-{task}"] = self.train(seed, f"ppo-{task}", *ppo)
+        if not all((folder / f"successes-{task}.json").is_file() for task in given.specialists):  # interrupted
+            shutil.rmtree(out, ignore_errors=True)
+            shutil.copytree(data, out)
+            for task in given.specialists:
+                (folder / f"successes-{task}.json").unlink(missing_ok=True)
+        for number, task in enumerate(given.specialists):
+            shown = ["--policy", folder / f"ppo-{task}", "--deterministic", "--only-success", "--append", "--out", out]
+            shown += ["--env", f"metaworld/{task}", "--env-kwargs", *images, "observation=labelled", "reward=success"]
+            shown += ["--max_episode_steps", SPECIALIST_STEPS, "--episodes", given.successes, "--num_envs", 2]
+            shown += ["--seed", 1_000_000 * seed + 900_000 + 10_000 * number]
+            taken[f"successes-{task}"] = self.step(seed, f"successes-{task}", "collect", *shown)
+        return out
 
     def play(self, seed: int, folder: Path, name: str, env_id: str, images: list[str]) -> dict[str, Any]:
         """The held-out episodes of one policy."""
@@ -203,13 +238,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--group", default="MT10", help="MT10, MT50, another group or a task")
-    parser.add_argument("--method", choices=list(METHODS), default="dagger-ppo")
+    parser.add_argument("--method", choices=list(METHODS), default="dagger")
     parser.add_argument("--demonstrations", type=int, default=25, help="episodes of the expert per task")
     parser.add_argument("--noise", type=float, default=0.1, help="on the expert's actions")
     parser.add_argument("--scenes", type=int, default=800, help="beginnings of episodes of each task, for DAgger")
     parser.add_argument("--scene-tasks", nargs="+", help="of --scenes; by default reach and all that are not easy")
     parser.add_argument("--epochs", type=int, help="of SFT; by default those of the recipe")
-    for stage in ("sft", "dagger"):
+    parser.add_argument("--specialists", nargs="+", default=["reach-v3"], help="tasks of PPO, for --method distilled")
+    parser.add_argument("--successes", type=int, default=150, help="episodes of each of --specialists")
+    for stage in ("sft", "dagger", "ppo"):
         parser.add_argument(f"--{stage}", type=shlex.split, default=[], help="further flags of this stage, in one word")
     parser.add_argument("--steps", type=int, help="env steps of the last stage; by default those of the recipe")
     parser.add_argument("--num-envs", type=int, help="of training, a multiple of the tasks; by default of the recipe")
@@ -218,7 +255,11 @@ def main() -> int:
     parser.add_argument("--image-size", type=int, default=128, help="a multiple of 16")
     parser.add_argument("--rendering", default="fast", help="suite, light or fast")
     arguments = read_arguments(parser, Path("outputs/metaworld-results"))
-    find_suite("metaworld").check_installed("benchmarks/metaworld_results.py")
+    suite = find_suite("metaworld")
+    wrong = set(arguments.specialists) - set(suite.tasks_of(f"metaworld/{arguments.group}")[1:])
+    if arguments.method == "distilled" and wrong:
+        parser.error(f"--specialists {' '.join(wrong)}: not a task of {arguments.group} among others")
+    suite.check_installed("benchmarks/metaworld_results.py")
     print_machine()
     bench = MetaWorldBench(arguments)
     arguments.results.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,16 @@ def script(load_benchmark):
 
 
 def settings(folder, **changes):
-    given = {"group": "MT10", "method": "dagger", "demonstrations": 5, "noise": 0.1, "dagger": []}
+    given = {"group": "MT10", "method": "dagger", "demonstrations": 5, "noise": 0.1, "dagger": [], "ppo": []}
     given |= {"epochs": 3, "sft": ["--batch_size", "64"], "steps": 4000, "num_envs": 20, "episodes": 20, "horizon": 400}
-    given |= {"scenes": 30, "scene_tasks": None, "image_size": 96, "rendering": "fast"}
+    given |= {
+        "scenes": 30,
+        "scene_tasks": None,
+        "image_size": 96,
+        "rendering": "fast",
+        "specialists": [],
+        "successes": 0,
+    }
     given |= {"minutes": 1.0, "cores": 1, "device": "cpu", "results": folder, "flags": []}
     return argparse.Namespace(**given | changes)
 
@@ -94,23 +101,36 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     assert play_seed(script, tmp_path, monkeypatch, **given) == ([], found)
 
 
-@pytest.mark.parametrize(
-    ("group", "weights"),
-    [("MT10", {"reach-v3": 5, "push-v3": 3, "pick-place-v3": 5, "peg-insert-side-v3": 2}), ("reach-v3", None)],
-)
-def test_ppo_continues_from_dagger(script, tmp_path, monkeypatch, group, weights):
-    """The weights of tasks are those of MT10; other groups have tasks that they do not name."""
-    changes = {"method": "dagger-ppo", "group": group, "num_envs": None, "steps": None, "scene_tasks": ["reach-v3"]}
-    given = {"dagger": ["--updates_per_round", "7"], "flags": ["--n_epochs", "2"]}
-    asked, found = play_seed(script, tmp_path, monkeypatch, **changes, **given)
-    dagger, ppo = (parse_training(asked[index][1:])[1] for index in (4, 6))
-    assert (dagger.algorithm.cfg.updates_per_round, ppo.algorithm.cfg.n_epochs) == (7, 2)
-    assert (dagger.model_path, ppo.model_path) == tuple(str(tmp_path / "seed-3" / name) for name in ("sft", "dagger"))
-    assert ppo.env.kwargs["reward"] == "progress"
-    assert ppo.env.training_kwargs["task_weights"] == weights
-    assert ppo.env.num_envs == 21  # 5 + 3 + 5 + 2, and six others
-    assert (dagger.trainer.total_timesteps, ppo.trainer.total_timesteps) == (12_000, 200_000)
-    assert {"sft-evaluation", "dagger-evaluation", "ppo-evaluation"} <= set(found["taken"])
+def test_specialists_are_distilled(script, tmp_path, monkeypatch):
+    """PPO on two tasks from DAgger's policy; DAgger continues on the eight others with a dataset of both successes."""
+    given = {"method": "distilled", "num_envs": None, "steps": None, "scene_tasks": ["reach-v3"], "successes": 7}
+    given |= {
+        "specialists": ["reach-v3", "push-v3"],
+        "dagger": ["--updates_per_round", "9"],
+        "ppo": ["--n_epochs", "2"],
+    }
+    asked, found = play_seed(script, tmp_path, monkeypatch, **given)
+    seed = tmp_path / "seed-3"
+    names = ["demos", "scenes-reach-v3", "sft", "sft-evaluation", "dagger", "dagger-evaluation"]
+    names += ["ppo-reach-v3", "ppo-push-v3", "successes-reach-v3", "successes-push-v3"]
+    assert list(found["taken"]) == [*names, "distilled", "distilled-evaluation"]
+    commands = dict(zip(found["taken"], asked, strict=True))
+    assert parse_training(commands["dagger"][1:])[1].algorithm.cfg.updates_per_round == 9
+    for task, first in (("reach-v3", "3900000"), ("push-v3", "3910000")):
+        run = parse_training(commands[f"ppo-{task}"][1:])[1]
+        assert (run.algorithm.name, run.algorithm.cfg.n_epochs) == ("ppo", 2)
+        assert (run.env.id, run.env.kwargs["reward"]) == (f"metaworld/{task}", "progress")
+        assert run.model_path == str(seed / "dagger")
+        words = commands[f"successes-{task}"]
+        assert words[words.index("--policy") + 1] == str(seed / f"ppo-{task}")
+        assert (words[words.index("--episodes") + 1], words[words.index("--seed") + 1]) == ("7", first)
+        assert {"--only-success", "--append"} <= set(words)
+    run = parse_training(commands["distilled"][1:])[1]
+    assert run.model_path == str(seed / "dagger")
+    assert run.algorithm.cfg.prior_data == str(seed / "specialists-v0")
+    assert run.env.training_kwargs == {"task_weights": {"reach-v3": 0, "push-v3": 0}}
+    assert (run.env.num_envs, run.trainer.total_timesteps) == (16, 5400)  # two of each of eight tasks
+    assert play_seed(script, tmp_path, monkeypatch, **given) == ([], found)
 
 
 def result(sft, after):
