@@ -256,9 +256,9 @@ def main() -> int:
     parser.add_argument("--rendering", default="fast", help="suite, light or fast")
     arguments = read_arguments(parser, Path("outputs/metaworld-results"))
     suite = find_suite("metaworld")
-    wrong = set(arguments.specialists) - set(suite.tasks_of(f"metaworld/{arguments.group}")[1:])
-    if arguments.method == "distilled" and wrong:
-        parser.error(f"--specialists {' '.join(wrong)}: not a task of {arguments.group} among others")
+    tasks, alone = set(suite.tasks_of(f"metaworld/{arguments.group}")), set(arguments.specialists)
+    if arguments.method == "distilled" and not alone < tasks:
+        parser.error(f"--specialists {' '.join(alone)}: name some of the tasks of {arguments.group}, and not all")
     suite.check_installed("benchmarks/metaworld_results.py")
     print_machine()
     bench = MetaWorldBench(arguments)

@@ -133,6 +133,15 @@ def test_specialists_are_distilled(script, tmp_path, monkeypatch):
     assert play_seed(script, tmp_path, monkeypatch, **given) == ([], found)
 
 
+def test_specialists_are_some_of_the_tasks(script, monkeypatch, capsys):
+    for group in ("reach-v3", "hard"):  # hard has no reach
+        monkeypatch.setattr("sys.argv", ["metaworld_results.py", "--method", "distilled", "--group", group])
+        with pytest.raises(SystemExit):
+            script.main()
+        wanted = f"--specialists reach-v3: name some of the tasks of {group}, and not all"
+        assert wanted in capsys.readouterr().err
+
+
 def result(sft, after):
     rows = [{task: {"success_rate": rate} for task, rate in zip("ab", rates, strict=True)} for rates in (sft, after)]
     return {"taken": {"sft-evaluation": {"tasks": rows[0]}, "ppo-evaluation": {"tasks": rows[1]}}}
