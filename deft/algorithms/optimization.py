@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deft.errors import InputError, RunError
 
+ALIGNMENT = 64  # bytes, that of torch's own allocations on a CPU
+
 
 class SharedTraining(Protocol):
     """What an algorithm asks of the processes that train with it (`deft.runs.processes`)."""
@@ -194,14 +196,10 @@ class FlatAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def set_gradients(self, gradients: Sequence[Tensor | None], accumulate: bool = False) -> None:
         """Copy one gradient for each of `parameters`, zero for None; one operation instead of an addition for each."""
-        parts_of_all = [
-            parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True)
-        ]
         start = 0
         for flat in (flat for flats in self.flats for flat in flats):
             stop = start + len(flat.parameters)
-            parts, start = parts_of_all[start:stop], stop
+            parts, start = flat.parts(gradients[start:stop]), stop
             if accumulate:
                 flat.gradient += torch.cat(parts)
             else:
@@ -254,11 +252,18 @@ class FlatAdam(torch.optim.Optimizer):
 
 
 class _Flat:
-    """Parameters of one type, their gradients, and the averages of Adam, each as one tensor."""
+    """Parameters of one type, their gradients, and the averages of Adam, each as one tensor.
+
+    Each part starts at a multiple of `ALIGNMENT`, and zeros fill the gaps. On some processors the last bit of a matrix
+    product depends on the alignment of its operands: a copy of the policy, whose parameters are tensors of their own
+    and aligned, then acts exactly as the policy does.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], capturable: bool) -> None:
         self.parameters = parameters
-        self.value = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        unit = ALIGNMENT // parameters[0].element_size()
+        self._gaps = [parameter.new_zeros(-parameter.numel() % unit) for parameter in parameters]
+        self.value = torch.cat(self.parts(parameters))
         self.gradient = torch.zeros_like(self.value)
         self.averages = torch.zeros_like(self.value), torch.zeros_like(self.value)
         self.count = torch.zeros((), device=self.value.device if capturable else "cpu")
@@ -266,6 +271,15 @@ class _Flat:
             parameters, self.views(self.value), self.views(self.gradient), strict=True
         ):
             parameter.data, parameter.grad = value, gradient
+
+    def parts(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return what to concatenate so that it has one tensor for each parameter, zero for None, and the gaps."""
+        parts = []
+        for tensor, parameter, gap in zip(tensors, self.parameters, self._gaps, strict=True):
+            parts.append(parameter.new_zeros(parameter.numel()) if tensor is None else tensor.detach().reshape(-1))
+            if len(gap):
+                parts.append(gap)
+        return parts
 
     def restore_gradients(self) -> None:
         """Copy gradients that replaced the views into the flat tensor (None: zero), and make them views again."""
@@ -277,8 +291,12 @@ class _Flat:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the part of each parameter, in its shape."""
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        parts = flat.split([size + len(gap) for size, gap in zip(sizes, self._gaps, strict=True)])
+        return [
+            part[:size].view(parameter.shape)
+            for part, size, parameter in zip(parts, sizes, self.parameters, strict=True)
+        ]
 
 
 def _step(flat: _Flat, group: dict[str, Any]) -> None:

@@ -50,7 +50,8 @@ def small_step(command: str) -> list[str]:
     """A command that a recipe runs first, with two episodes or two updates."""
     words = shlex.split(command)[1:]
     if words[0] == "train":
-        return [*words, *DATASET, "--num-epochs", "2"]
+        kind = parse_training(words[1:]).name
+        return [*words, *SMALL[kind], LENGTH[kind], "2"]
     words[words.index("--episodes") + 1] = "2"
     words = [word for word in words if word != "--only-success"]  # eight steps are not enough for it
     return [*words, *EPISODE]
