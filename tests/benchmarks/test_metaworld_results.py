@@ -101,6 +101,23 @@ def test_every_command_is_understood_and_finished_steps_are_not_repeated(
     assert play_seed(script, tmp_path, monkeypatch, **given) == ([], found)
 
 
+def test_the_control_continues_for_as_many_rounds_without_specialists(script, tmp_path, monkeypatch):
+    """Rounds of 100 steps: 6,000 env steps of 20 environments, and 5,400 of 18, are three of 1,000 updates."""
+    given = {"num_envs": None, "steps": None, "scene_tasks": ["reach-v3"]}
+    runs = {}
+    for method, alone in (("distilled", ["reach-v3"]), ("further", [])):
+        folder = tmp_path / method
+        asked, found = play_seed(script, folder, monkeypatch, method=method, specialists=alone, **given)
+        runs[method] = parse_training(dict(zip(found["taken"], asked, strict=True))[method][1:])[1]
+        assert runs[method].model_path == str(folder / "seed-3" / "dagger")
+    rounds = [run.trainer.total_timesteps / (run.env.num_envs * run.trainer.rollout_steps) for run in runs.values()]
+    assert rounds == [3, 3]
+    one, other = (run.algorithm.cfg for run in runs.values())
+    assert (one.learning_rate, one.updates_per_round) == (other.learning_rate, other.updates_per_round) == (5e-4, 1000)
+    assert runs["further"].algorithm.cfg.prior_data == str(tmp_path / "further" / "seed-3" / "scenes-v0")
+    assert runs["further"].env.training_kwargs == {}
+
+
 def test_specialists_are_distilled(script, tmp_path, monkeypatch):
     """PPO on two tasks from DAgger's policy; DAgger continues on the eight others with a dataset of both successes."""
     given = {"method": "distilled", "num_envs": None, "steps": None, "scene_tasks": ["reach-v3"], "successes": 7}
@@ -151,15 +168,17 @@ def test_tables_and_bars(script):
     """Means over both tasks: SFT 60 and 70 %, PPO 85 and 95 %: + 25 points in each seed, and 90 % in the mean."""
     seeds = {0: result((0.5, 0.7), (0.8, 0.9)), 1: result((0.6, 0.8), (0.9, 1.0))}
     # t = 12.71 with one degree of freedom, times half the difference of two seeds: 90 ± 12.71 · 5
-    assert script.bars(seeds, "ppo") == [
+    assert script.bars(seeds, "ppo", "MT10") == [
         ("ppo ≥ SFT + 15 points", "+25.0 (+25.0 to +25.0)", True),
         ("ppo ≥ 85 %", "90.0 (26.5 to 153.5)", True),
     ]
     rows = script.table(seeds, ["sft", "ppo"], episodes=20)
     assert [row[0] for row in rows] == ["a", "b", "mean"]
     assert [cell.split(" %")[0] for cell in rows[2][1:]] == ["65.0", "90.0"]
-    missed = script.bars({0: result((0.8, 0.8), (0.8, 0.88))}, "ppo")
-    assert [met for _, _, met in missed] == [False, False]
+    missed = {0: result((0.8, 0.8), (0.8, 0.88))}
+    assert [met for _, _, met in script.bars(missed, "ppo", "MT10")] == [False, False]
+    found = script.bars({0: result((0.5, 0.5), (0.7, 0.68))}, "ppo", "MT50")  # 50 and 69 %
+    assert [(name, met) for name, _, met in found] == [("SFT ≥ 50 %", True), ("ppo ≥ 70 %", False)]
 
 
 @pytest.mark.parametrize(("cores", "tasks", "count"), [(16, 10, 13), (2, 10, 3), (5, 10, 3), (8, 50, 7), (4, 1, 4)])
