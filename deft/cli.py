@@ -289,13 +289,14 @@ def evaluate(config: Any) -> Outcome | Mapping[str, Any]:
     """Evaluate a run or checkpoint (of an algorithm, or of a phase of F1 training) or a scripted policy."""
     from deft.config.training import config_of_run, kind_of_file
 
+    if config.path is None and config.policy is None:
+        raise InputError("evaluate: give one run folder or checkpoint; got none")
     if config.suite is not None or config.policy is not None:
         if config.vector is not None:
             raise InputError("--vector: is for the policy of a run; leave it out with --suite and --policy")
         function = "evaluate_scripted" if config.suite is None else "evaluate_suite"
         return _success_outcome(_load(f"evaluation.suites:{function}")(config))
-    if config.path is None:
-        raise InputError("evaluate: give one run folder or checkpoint; got none")
+    assert config.path is not None
     settings = config_of_run(Path(config.path))
     phase = None if settings is None else kind_of_file(settings)
     if phase == "all":

@@ -11,14 +11,14 @@ from typing import Any
 
 from deft import trust
 from deft.config.command_settings import EvaluateConfig
-from deft.config.settings import EnvConfig, EvaluationEnvConfig
+from deft.config.settings import EnvConfig
 from deft.config.suite_settings import SuiteCheckConfig, SuiteDownloadConfig, SuiteInstallConfig
 from deft.envs.make import make_env, make_vector_env
 from deft.envs.suites import SUITES, Suite, find_suite, suite_of
 from deft.envs.suites.install import Progress, download, folder_of, install, locked_packages, state_of
 from deft.envs.wrappers import close_env
 from deft.errors import InputError
-from deft.evaluation.evaluate import evaluate_run, find_run, first_seed, merge_env_kwargs
+from deft.evaluation.evaluate import evaluate_run, first_seed, merge_env_kwargs
 from deft.evaluation.rollouts import (
     EVALUATION_ENVS,
     EXPERT,
@@ -48,24 +48,20 @@ def evaluate_suite(config: EvaluateConfig) -> dict[str, Any]:
         raise InputError(f"--env {config.env}: the environment is that of --suite {config.suite}; give one of them")
     check_num_episodes(config.episodes)
     tasks = suite.tasks_of(config.suite)
-    whole = dataclasses.replace(config, env=config.suite, suite=None, episodes=config.episodes * len(tasks))
+    for name in suite.evaluation_kwargs.keys() & config.env_kwargs.keys():
+        raise InputError(f"--env-kwargs {name}: is for training; an evaluation plays every task of --suite as often")
+    # Not the settings of the run's training: those of the protocol, unless a flag says otherwise.
+    kwargs = {"max_episode_steps": suite.time_limit(config.suite), **suite.evaluation_kwargs, **config.env_kwargs}
+    episodes = config.episodes * len(tasks)
+    whole = dataclasses.replace(config, env=config.suite, suite=None, episodes=episodes, env_kwargs=kwargs)
     if config.policy is not None:
         results = evaluate_scripted(whole, suite)
     else:
         results = evaluate_run(**whole.of_run())
-    limit = _time_limit(config, suite)
-    protocol = f"{config.episodes} episodes per task of at most {limit} steps; {suite.protocol}"
+    count = "1 episode" if config.episodes == 1 else f"{config.episodes} episodes"
+    protocol = f"{count} per task of at most {kwargs['max_episode_steps']} steps; {suite.protocol}"
     version = f"{suite.package} {locked_packages(suite)[suite.package]}"
     return {"suite": config.suite, "version": version, "protocol": protocol, **results}
-
-
-def _time_limit(config: EvaluateConfig, suite: Suite) -> int:
-    """Return the time limit of the episodes: that of the flags, of the run in its own suite, or of the suite."""
-    env = EvaluationEnvConfig()
-    if config.path is not None:
-        own = find_run(Path(config.path))[1].env
-        env = own if suite_of(own.id) is suite else env
-    return env.with_arguments(config.env_kwargs).time_limit or suite.time_limit(str(config.suite))
 
 
 def evaluate_scripted(config: EvaluateConfig, suite: Suite | None = None) -> dict[str, Any]:
@@ -155,7 +151,8 @@ def suite_lines(suites: dict[str, Any]) -> str:
     lines = []
     for name, about in suites.items():
         groups = f" ({', '.join(about['groups'])})" if about["groups"] else ""
-        lines.append(f"{name:{width}}  {about['version']:10}  {about['tasks']:3d} task(s){groups}")
+        tasks = f"{about['tasks']:3d} task" + ("" if about["tasks"] == 1 else "s")
+        lines.append(f"{name:{width}}  {about['version']:10}  {tasks}{groups}")
         advice = "" if about["state"] == "installed" else f": deft suite install {name}"
         lines.append(f"{'':{width}}  {about['state']}{advice or ' in ' + about['folder']}")
     return "\n".join(lines)

@@ -31,8 +31,19 @@ def test_another_time_limit_is_part_of_the_protocol(installed, capsys):
     limit = ["--env-kwargs", "max_episode_steps=3"]  # far needs five steps
     assert main(["evaluate", "--suite", "fake/far", "--policy", "expert", "--episodes", "1", "--json", *limit]) == 0
     found = results(capsys)
-    assert found["protocol"] == "1 episodes per task of at most 3 steps; as tests do"
+    assert found["protocol"] == "1 episode per task of at most 3 steps; as tests do"
     assert found["success_rate"] == 0.0
+
+
+def test_the_settings_of_training_are_not_those_of_the_protocol(installed, capsys, tmp_path):
+    small = ["--num-envs", "2", "--rollout-steps", "4", "--total-timesteps", "8", "--eval-freq", "0"]
+    run = ["--output-dir", str(tmp_path / "run"), "--max-episode-steps", "3", "--no-tensorboard", "--device", "cpu"]
+    assert main(["train", "ppo", "--env", "fake/near", *small, *run, "--json"]) == 0
+    results(capsys)
+    assert main(["evaluate", str(tmp_path / "run"), "--suite", "fake/far", "--episodes", "1", "--json"]) == 0
+    found = results(capsys)
+    assert found["protocol"] == "1 episode per task of at most 8 steps; as tests do"
+    assert 3 < found["mean_length"] <= 8
 
 
 def test_the_table_for_a_person(installed, capsys):
@@ -44,12 +55,16 @@ def test_the_table_for_a_person(installed, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--suite", "CartPole-v1"], "--suite CartPole-v1: no suite; use one of metaworld"),
-        (["--suite", "fake/near", "--env", "reach"], "--env reach: the environment is that of --suite fake/near"),
+        (["run", "--suite", "CartPole-v1"], "--suite CartPole-v1: no suite; use one of metaworld"),
+        (
+            ["run", "--suite", "fake/near", "--env", "reach"],
+            "--env reach: the environment is that of --suite",
+        ),
         (["--policy", "expert"], "--env: missing; --policy expert needs --env or --suite"),
         (["run", "--policy", "expert", "--suite", "fake/near"], "the policy is the run run; give one of them"),
         (["--policy", "expert", "--suite", "fake/near", "--video", "x.mp4"], "`deft play --policy expert"),
         ([], "evaluate: give one run folder or checkpoint; got none"),
+        (["--suite", "fake/near"], "evaluate: give one run folder or checkpoint; got none"),
     ],
 )
 def test_wrong_settings_are_one_line(arguments, complaint, fake, capsys):

@@ -61,6 +61,8 @@ class Suite:
     """How its papers evaluate; `deft evaluate --suite` prints it, with the number and the length of the episodes."""
     scripted_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments for policies that read no observation: without cameras, episodes take less time."""
+    evaluation_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that every evaluation has, in place of those of the policy's training."""
     path_variable: str | None = None
     """The environment variable of the folder with files that no package contains, which `--suite-path` also names.
 

@@ -130,6 +130,7 @@ def install(
         with _locked(folder.parent / f"{suite.name}.lock"):
             if not reinstall and state_of(suite) == INSTALLED and _is_complete(suite):
                 return False
+            (folder / RECORD).unlink(missing_ok=True)  # first: what an interruption leaves is then incomplete
             shutil.rmtree(folder, ignore_errors=True)
             _make_environment(folder)
             _install_packages(suite, progress, wheels)

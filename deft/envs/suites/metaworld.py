@@ -118,6 +118,7 @@ SUITE = Suite(
         "MetaWorld's success criterion holds at any step"
     ),
     scripted_kwargs={"observation": "state"},
+    evaluation_kwargs={"task_weights": {}},
     fingerprint_task="MT50",
     fingerprint_kwargs={"observation": "privileged", "reward": "dense"},
 )
@@ -171,6 +172,8 @@ class MetaWorldEnv(gymnasium.Env):
         check_render_mode(render_mode)
         check_backend()
         self.tasks = SUITE.tasks_of(f"{SUITE.name}/{task}")
+        if task_weights and len(self.tasks) == 1:
+            raise InputError(f"task_weights: are for groups of tasks, and {task} is one task; leave them out")
         self._turns = turns(self.tasks, task_weights or {})
         self.render_mode = render_mode
         self.observes = True
@@ -380,8 +383,12 @@ class MetaWorldEnv(gymnasium.Env):
 
 def turns(tasks: Sequence[str], weights: Mapping[str, int]) -> tuple[str, ...]:
     """Return the tasks in the order in which episodes play them, each as often as its weight says."""
+    if not isinstance(weights, Mapping):
+        raise InputError(
+            f'task_weights is {weights!r}; give a weight for each of some tasks, as in {{"{tasks[0]}": 2}}'
+        )
     for name, weight in weights.items():
-        check_choice("task_weights", name, tasks)
+        check_choice("task_weights: the task", name, tasks)
         check_whole(f"task_weights: {name}", weight, 0)
     found = tuple(task for task in tasks for _ in range(weights.get(task, 1)))
     if not found:

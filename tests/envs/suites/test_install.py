@@ -38,6 +38,16 @@ def test_an_interrupted_installation_is_repaired(fake, monkeypatch):
     assert install.state_of(fake) == install.INSTALLED
 
 
+def test_an_interrupted_repair_is_not_taken_for_complete(installed, monkeypatch):
+    def interrupt(folder, ignore_errors):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(install.shutil, "rmtree", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        install.install(installed, reinstall=True)
+    assert install.state_of(installed) == install.INCOMPLETE
+
+
 def test_a_missing_file_is_found_and_repaired(installed):
     module = next(install.folder_of(installed).glob("lib/python*/site-packages/fake_suite.py"))
     module.unlink()

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from deft.cli import main
 from deft.config.settings import EnvConfig
 from deft.envs import make_env, make_vector_env
 from deft.envs.suites import find_suite
@@ -124,7 +125,8 @@ def test_weights_decide_how_often_a_task_is_played_and_not_its_place_in_the_scen
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"raech-v3": 2}, "task_weights is 'raech-v3'; choose 'reach-v3'"),
+        ({"raech-v3": 2}, "task_weights: the task is 'raech-v3'; choose 'reach-v3'"),
+        (7, "task_weights is 7; give a weight for each of some tasks, as in"),
         ({"reach-v3": 0.5}, "task_weights: reach-v3 is 0.5; choose a whole number, at least 0"),
         ({"reach-v3": 0, "push-v3": 0}, "task_weights: all are 0"),
     ],
@@ -132,6 +134,14 @@ def test_weights_decide_how_often_a_task_is_played_and_not_its_place_in_the_scen
 def test_wrong_weights_are_named(weights, message):
     with pytest.raises(InputError, match=message):
         turns(("reach-v3", "push-v3"), weights)
+
+
+def test_weights_are_for_groups_and_for_training(capsys):
+    with pytest.raises(InputError, match="task_weights: are for groups of tasks, and reach-v3 is one task"):
+        blind("reach-v3", task_weights={"reach-v3": 2})
+    weights = ["--env-kwargs", 'task_weights={"reach-v3": 2}']
+    assert main(["evaluate", "--suite", "metaworld/MT10", "--policy", "random", "--episodes", "1", *weights]) == 2
+    assert "--env-kwargs task_weights: is for training" in capsys.readouterr().err
 
 
 def test_a_saved_state_continues_exactly():
