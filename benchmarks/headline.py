@@ -48,6 +48,7 @@ from common import (
     worker_environment,
 )
 
+MACHINE_FLAGS = {"--threads", "--num_workers", "--num_envs", "--device"}  # may differ when a benchmark continues
 # Object positions are recorded as labels: SFT trains the model to predict them, and online training keeps that loss
 # while the reward trains the layers after the prediction. The compared policies act without labels.
 WORLD = ["--env", "tabletop", "--task", "all", "--env-kwargs", "observation=labelled"]
@@ -177,16 +178,30 @@ class Bench:
         return self.once(self.root / f"seed-{seed}" / f"{name}.json", f"seed {seed}: {name}", *words, minutes=minutes)
 
     def once(self, kept: Path, label: str, *words: object, minutes: float | None = None) -> dict[str, Any]:
-        """Run a command unless its result is in the file `kept`, and keep it there."""
+        """Run a command unless its result is in the file `kept`, and keep it there.
+
+        Raises an error for the result of another command: figures of two settings would be mixed.
+        """
+        asked = self.settings(words)
         if kept.is_file():
-            return json.loads(kept.read_text())
-        found = self.deft(*words, minutes=minutes)
+            found = json.loads(kept.read_text())
+            if found.get("words", asked) != asked:
+                raise SystemExit(f"{kept} is of other settings; name another folder with --results, or remove it")
+            return found
+        found = {**self.deft(*words, minutes=minutes), "words": asked}
         kept.parent.mkdir(parents=True, exist_ok=True)
         unfinished = kept.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(found, indent=1))
         unfinished.replace(kept)
         print(f"{label} in {found['seconds']:.0f} s", flush=True)
         return found
+
+    def settings(self, words: Sequence[object]) -> list[str]:
+        """Return the words of a command without what depends on the machine alone, and with paths from RESULTS."""
+        root, given = str(self.root.absolute()), str(self.root)
+        asked = [str(word).replace(root, "RESULTS").replace(given, "RESULTS") for word in words]
+        pairs = zip(["", *asked[:-1]], asked, strict=True)
+        return [word for before, word in pairs if not MACHINE_FLAGS & {before, word}]
 
     def train(self, seed: int, name: str, *words: object) -> dict[str, Any]:
         """Train in the folder of the seed; resume an interrupted run."""

@@ -1,12 +1,12 @@
 """MetaWorld from pixels and words: demonstrations of the scripted experts, SFT with vla-tiny, DAgger and PPO, a table.
 
     python benchmarks/metaworld_results.py --cores 1 --device cpu --minutes 120     MT10, one core for each of 3 seeds
-    python benchmarks/metaworld_results.py --method distilled                       then PPO on reach, and DAgger of it
+    python benchmarks/metaworld_results.py --method distilled                       PPO on reach, then DAgger with it
     python benchmarks/metaworld_results.py --method further                         its control: DAgger without PPO
     python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO from SFT, without labels
     python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --minutes 240     the 50 tasks
     python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --scenes 10 --epochs 1 \\
-        --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20                a first look
+        --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20 --results outputs/look     a first look
 
 For each seed: demonstrations, SFT on them, and DAgger or PPO from there, by the recipes of METHODS and the `deft`
 command; `deft suite install metaworld` comes first. DAgger also learns from the beginnings of `--scenes` further
@@ -18,9 +18,10 @@ All policies play the same held-out episodes, `--episodes` of each task, by the 
 proprioception alone. What the training used beyond them is in the table's title. Each run has `--cores` cores of its
 own, and as many seeds run side by side as there are cores for; a run is stopped after `--minutes`.
 
-The same command resumes where it was stopped, also within a run; finished steps are not repeated. All files are in
-RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is missed. Unknown flags are passed to the
-last stage, `--sft`, `--dagger` and `--ppo FLAGS` to those before it; they override the settings of the recipes.
+The same command resumes where it was stopped, also within a run; finished steps are not repeated, and those of other
+settings are an error. All files are in RESULTS, the figures in RESULTS/results.json. The exit status is 1 if a bar is
+missed. Unknown flags are passed to the last stage, `--sft`, `--dagger` and `--ppo FLAGS` to those before it; they
+override the settings of the recipes.
 """
 
 from __future__ import annotations

@@ -150,6 +150,14 @@ def test_specialists_are_distilled(script, tmp_path, monkeypatch):
     assert play_seed(script, tmp_path, monkeypatch, **given) == ([], found)
 
 
+def test_results_of_other_settings_are_not_mixed(script, tmp_path, monkeypatch):
+    """Other cores may continue a benchmark: they change the number of recording environments and workers."""
+    play_seed(script, tmp_path, monkeypatch)
+    assert play_seed(script, tmp_path, monkeypatch, cores=2, device="cuda")[0] == []
+    with pytest.raises(SystemExit, match=r"demos\.json is of other settings; name another folder with --results"):
+        play_seed(script, tmp_path, monkeypatch, group="MT25")
+
+
 def test_specialists_are_some_of_the_tasks(script, monkeypatch, capsys):
     for group in ("reach-v3", "hard"):  # hard has no reach
         monkeypatch.setattr("sys.argv", ["metaworld_results.py", "--method", "distilled", "--group", group])
