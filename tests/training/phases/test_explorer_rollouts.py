@@ -1,5 +1,7 @@
 """Rollouts of an explorer: who sees what, what the reward depends on, ends of episodes, and PPO on them."""
 
+import math
+
 import pytest
 import torch
 from explorers import REAL, explorer_policy, panning_rollouts, teacher_policy
@@ -273,8 +275,9 @@ def test_what_is_averaged_is_every_gradient_before_every_step(explorer):
     found.pay(torch.rand(5, 2))
     before = [one.detach().clone() for one in explorer.parameters()]
     ppo.update(iter([found.rollout]))
-    num_weights = sum(one.numel() for group in explorer.parameter_groups() for one in group)
-    assert averaged == [num_weights, num_weights, 1]  # one minibatch of ten, two epochs; then the KL
+    # Each parameter has its gradient at a multiple of 64 bytes: 16 numbers.
+    size = sum(16 * math.ceil(one.numel() / 16) for group in explorer.parameter_groups() for one in group)
+    assert averaged == [size, size, 1]  # one minibatch of ten, two epochs; then the KL
     assert all(torch.equal(one, other) for one, other in zip(before, explorer.parameters(), strict=True))
     assert ppo.learning_rate == pytest.approx(4.5e-4)  # 1.5 · 3e-4: by the mean KL of all processes, which is 0
     assert REAL.sum() == 2
