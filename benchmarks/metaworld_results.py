@@ -4,7 +4,7 @@
     python benchmarks/metaworld_results.py --method distilled                       PPO on reach, then DAgger with it
     python benchmarks/metaworld_results.py --method further                         its control: DAgger without PPO
     python benchmarks/metaworld_results.py --method ppo --steps 1000000             PPO from SFT, without labels
-    python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --minutes 240     the 50 tasks
+    python benchmarks/metaworld_results.py --group MT50 --num-envs 50 --minutes 240 --results outputs/mt50
     python benchmarks/metaworld_results.py --seeds 0 --group reach-v3 --demonstrations 4 --scenes 10 --epochs 1 \\
         --steps 400 --num-envs 2 --episodes 1 --updates_per_round 20 --results outputs/look     a first look
 
@@ -221,16 +221,14 @@ def rates(result: dict[str, Any], policy: str) -> dict[str, float]:
 def bars(results: dict[int, dict[str, Any]], name: str, group: str) -> list[tuple[str, str, bool]]:
     """What was asked for, what the last stage reached over all seeds (95 % interval), and whether the mean does."""
     sft, after = ([100 * rates(result, policy)["mean"] for result in results.values()] for policy in ("sft", name))
-    if group == "MT50":
-        found = zip(("SFT", name), MT50_WANTED, (sft, after), strict=True)
-        return [
-            (f"{who} ≥ {wanted} %", over_seeds(rate), float(np.mean(rate)) >= wanted) for who, wanted, rate in found
-        ]
     gain = [two - one for one, two in zip(sft, after, strict=True)]
-    return [
-        (f"{name} ≥ SFT + {GAIN} points", over_seeds(gain, "+.1f"), float(np.mean(gain)) >= GAIN),
-        (f"{name} ≥ {WANTED} %", over_seeds(after), float(np.mean(after)) >= WANTED),
-    ]
+    if group == "MT50":
+        least, wanted = MT50_WANTED
+        first = (f"SFT ≥ {least} %", over_seeds(sft), float(np.mean(sft)) >= least)
+    else:
+        wanted = WANTED
+        first = (f"{name} ≥ SFT + {GAIN} points", over_seeds(gain, "+.1f"), float(np.mean(gain)) >= GAIN)
+    return [first, (f"{name} ≥ {wanted} %", over_seeds(after), float(np.mean(after)) >= wanted)]
 
 
 def table(results: dict[int, dict[str, Any]], names: Sequence[str], episodes: int) -> list[list[str]]:

@@ -58,7 +58,7 @@ def test_the_table_for_a_person(installed, capsys):
         (["run", "--suite", "CartPole-v1"], "--suite CartPole-v1: no suite; use one of metaworld"),
         (
             ["run", "--suite", "fake/near", "--env", "reach"],
-            "--env reach: the environment is that of --suite",
+            "--env reach: the environment is that of --suite fake/near",
         ),
         (["--policy", "expert"], "--env: missing; --policy expert needs --env or --suite"),
         (["run", "--policy", "expert", "--suite", "fake/near"], "the policy is the run run; give one of them"),
